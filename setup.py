@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 10)
 # Architectures of the CUDA kernels; those that nvcc does not know are left out. Others run the PTX
 # of the lowest.
 CUDA_ARCHITECTURES = ("70", "75", "80", "86", "89", "90", "100", "120")

@@ -180,7 +180,13 @@ def walk(
     local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None,
     casts: Casts | None,
     /,
-) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
+) -> tuple[
+    list[GradList], list[tuple[Tensor, Tensor, int, int]], tuple[int, int, object] | None
+]: ...
+
+# A number for each device and dtype of tensors that torch's multi-tensor ops take together; -1 for
+# all others.
+def kind_of(tensor: Tensor, /) -> int: ...
 
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 # `known` if it has the same.

@@ -19,9 +19,16 @@ from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
 
-# torch's own, also where an earlier import of ampfast has patched the name.
-_named: Any = torch.nn.utils.clip_grad_norm_
-torch_clip_grad_norm_: Any = getattr(_named, "_stands_for", _named)
+
+def _torchs(name: str) -> Any:
+    """torch's own function, also where an earlier import of ampfast has patched the name."""
+    named = getattr(torch.nn.utils, name)
+    return getattr(named, "_stands_for", named)
+
+
+torch_clip_grad_norm_ = _torchs("clip_grad_norm_")
+torch_get_total_norm = _torchs("get_total_norm")
+torch_clip_grads_with_norm_ = _torchs("clip_grads_with_norm_")
 
 _READS = Pass(False, Factor.NONE)
 _WIDE = torch.float32, torch.float64
@@ -79,21 +86,13 @@ def clip_grad_norm_(
     return clipped
 
 
-# The same for torch's name: `unpatch()` must tell that from a name for ampfast's own.
-stand_in: Any = FunctionType(
-    clip_grad_norm_.__code__, globals(), "clip_grad_norm_", clip_grad_norm_.__defaults__
-)
-functools.update_wrapper(stand_in, clip_grad_norm_)
-stand_in.__qualname__ = "stand_in"  # where pickle finds it
-# Where a reloaded or newly imported ampfast finds torch's.
-stand_in._stands_for = torch_clip_grad_norm_
-
-
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns the norm of tensors, as of one vector; they are only read; no host sync.
 
@@ -104,6 +103,8 @@ def get_total_norm(
         norm_type: As for `clip_grad_norm_`.
         error_if_nonfinite: As for `clip_grad_norm_`.
         foreach: As for `clip_grad_norm_`.
+        dtype: dtype of the norm, to which torch's function converts the tensors first; of None,
+            that to which theirs promote.
 
     Returns:
         As `clip_grad_norm_`.
@@ -111,19 +112,26 @@ def get_total_norm(
     Raises:
         RuntimeError: As `clip_grad_norm_`.
     """
-    torchs = torch.nn.utils.get_total_norm
-    if torch.compiler.is_compiling():
-        return torchs(tensors, norm_type, error_if_nonfinite, foreach)
     listed, given, grads = _listed(tensors), _numbers(norm_type), None
+
+    def by_torch() -> Tensor:
+        given = listed if dtype is None else [tensor.to(dtype) for tensor in listed]
+        norm: Tensor = torch_get_total_norm(given, norm_type, error_if_nonfinite, foreach)
+        return norm
+
+    if torch.compiler.is_compiling():
+        return by_torch()
     kernels = _kernels_for(listed[0] if listed else None)
     if given is not None and kernels is not None and not _refuses(listed, given[0]):
         grads = core.list_of(listed, listed[0].device)
     if kernels is None or given is None or grads is None:
-        return torchs(listed, norm_type, error_if_nonfinite, foreach)
-    clip = _clip_of(kernels, grads, *given)
+        return by_torch()
+    clip = _clip_of(kernels, grads, *given, dtype is torch.float64)
     kernels.clip(clip)
-    norm = clip.norm.to(grads.dtype)
-    return torchs([norm], norm_type, True) if error_if_nonfinite else norm
+    norm = clip.norm.to(dtype or grads.dtype)
+    if error_if_nonfinite:
+        torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
+    return norm
 
 
 def clip_grads_with_norm_(
@@ -159,7 +167,23 @@ def clip_grads_with_norm_(
                 clip = Clip(norm.repeat(1, 2), given[1], True, torch.empty_like(norm))
                 kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
                 return
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+
+
+def _stand_in(ours: Any, torchs: Any) -> Any:
+    """The same for torch's name: `unpatch()` must tell that from a name for ampfast's own."""
+    made: Any = FunctionType(ours.__code__, globals(), ours.__name__, ours.__defaults__)
+    made.__kwdefaults__ = ours.__kwdefaults__
+    functools.update_wrapper(made, ours)
+    made.__qualname__ = f"stand_in_{ours.__name__}"  # where pickle finds it
+    # Where a reloaded or newly imported ampfast finds torch's.
+    made._stands_for = torchs
+    return made
+
+
+stand_in_clip_grad_norm_ = _stand_in(clip_grad_norm_, torch_clip_grad_norm_)
+stand_in_get_total_norm = _stand_in(get_total_norm, torch_get_total_norm)
+stand_in_clip_grads_with_norm_ = _stand_in(clip_grads_with_norm_, torch_clip_grads_with_norm_)
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -216,15 +240,17 @@ def _clipped(
     if raises or limit == math.inf:
         kernels.clip(clip)
     if raises:
-        torch.nn.utils.get_total_norm([clip.norm.to(grads.dtype)], order, error_if_nonfinite=True)
+        torch_get_total_norm([clip.norm.to(grads.dtype)], order, error_if_nonfinite=True)
     if limit != math.inf:
         kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
     return clip.norm.to(grads.dtype)
 
 
-def _clip_of(kernels: Kernels, grads: core.GradList, order: float, limit: float) -> Clip:
-    """A clipping of gradients, which are measured."""
+def _clip_of(
+    kernels: Kernels, grads: core.GradList, order: float, limit: float, is_wide: bool = False
+) -> Clip:
+    """A clipping of gradients, which are measured; its norm is float64 if one is, or on request."""
     sums = torch.empty(2, dtype=torch.float64, device=grads.device)
     kernels.run(grads, _READS._replace(sums=sums))
-    norm = torch.empty((), dtype=_WIDE[grads.has_float64], device=grads.device)
+    norm = torch.empty((), dtype=_WIDE[grads.has_float64 or is_wide], device=grads.device)
     return Clip(sums.unsqueeze(0), limit, order == math.inf, norm)

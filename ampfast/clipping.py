@@ -150,8 +150,8 @@ def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None
     for term, deferred in zip(terms, defers or [False] * len(terms), strict=True):
         for aside in term.grads.for_torch() if term.writes or deferred else ():
             if term.unscaling[0] is not Factor.NONE:
-                torch_ops.require_unscalable(aside.tensors)
-            torch_ops.require_writable(aside.tensors)
+                torch_ops.require_unscalable(aside)
+            torch_ops.require_writable(aside)
 
 
 def unscale_as_read(terms: list[NormTerm], order: float) -> bool:

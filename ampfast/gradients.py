@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Gradients:
         if work.write and work.coefficient is None:
             # First gradients that torch may refuse, before any other is written.
             for aside in self.for_torch():
-                torch_ops.require_unscalable(aside.tensors)
+                torch_ops.require_unscalable(aside)
         if before_write is not None and work.write and self.lists:
             before_write()
         sums, own_row = work.sums, None
@@ -87,9 +88,10 @@ class Gradients:
         if work.coefficient is None:
             # All ranks reduce partial gradients here, and check the sums as the optimizer uses
             # them. torch's op writes as it checks.
-            work = work._replace(write=False, how=Factor.NONE if work.write else work.how)
+            how = Factor.NONE if work.write else work.how
             for number, reduced in self.shards.reduced():
-                each = TensorList(reduced.device, [reduced.clone()], [number])
+                work = work._replace(write=False, how=how)
+                each = TensorList.of([reduced.clone()], [number])
                 running.over(TORCH_OPS, each, work)
         if sums is not None and own_row is None:
             sums[1] = largest([row[1] for row in running.rows], sums.device)
@@ -168,25 +170,25 @@ def collect(
         # A GPU without kernels.
         regular, irregular, _ = walk(choice.devices & core.CPU, False)
         lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
-    aside: dict[torch.device, TensorList] = {}
-    for param, grad, number in irregular:
-        values = _values_of(param, grad, clips)
-        aside.setdefault(values.device, TensorList(values.device, [], [])).add(number, values)
-    by_torch = [(TORCH_OPS, each) for each in aside.values()]
+    aside = torch_ops.lists_of(irregular, partial(_values_of, coalesce=clips))
+    by_torch = [(TORCH_OPS, each) for each in aside]
     return Gradients([*by_torch, *lists], groups, shards, casts=casts)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     """Returns the gradients of a caller's list, all on one device."""
     kernels = backends.choose().kernels_for(device)
-    regular, aside = TensorList(device, [], []), TensorList(device, [], [])
+    regular: list[int] = []
+    aside: list[int] = []
     for number, tensor in enumerate(tensors):
         core.require_storage(tensor)
         known = kernels is not TORCH_OPS and core.list_of([tensor], device) is not None
-        (regular if known else aside).add(number, tensor)
-    lists: list[tuple[Kernels, Batch]] = [(TORCH_OPS, aside)] if aside.chunks else []
-    listed = core.list_of(regular.tensors, device, regular.numbers)
-    if listed is not None and regular.chunks:
+        (regular if known else aside).append(number)
+    lists: list[tuple[Kernels, Batch]] = []
+    if aside:
+        lists.append((TORCH_OPS, TensorList.of([tensors[i] for i in aside], aside)))
+    listed = core.list_of([tensors[i] for i in regular], device, regular)
+    if listed is not None and regular:
         lists.append((kernels, listed))
     return Gradients(lists)
 
@@ -250,9 +252,7 @@ class _Running:
 
 @torch.no_grad()
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
-    """Tensor for torch's op: the values of a sparse gradient, else the gradient."""
-    if not grad.is_sparse:
-        return grad
+    """Tensor for torch's op: the values of a sparse gradient."""
     if coalesce or grad.dtype is torch.float16:
         # Duplicates add up, which overflows easily in float16: the sums are checked.
         param.grad = grad = grad.coalesce()

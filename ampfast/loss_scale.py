@@ -216,7 +216,7 @@ class LossScale:
             update = update._replace(found_infs=there, state=self.words_on(scale.device))
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
-                torch_ops.update(update)
+                torch_ops.update(update, self.limits)
         if follower is not None:
             follower.after_update()
 

@@ -22,8 +22,9 @@ _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "c
 if torch.distributed.is_available():
     _MODULES.append("torch.distributed.fsdp.sharded_grad_scaler")
 
-# torch's module with the clipping function.
+# torch's module with the clipping functions, and their names in torch.nn.utils.
 _CLIP_MODULE = "torch.nn.utils.clip_grad"
+_CLIP_NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
 
 _stand_ins: dict[str, Any] = {}
 
@@ -45,7 +46,8 @@ class _Swap:
     kept: list[str] = field(default_factory=list)
     # Held, since a module may leave sys.modules before `unpatch()`.
     namespaces: list[dict[str, Any]] = field(default_factory=list)
-    # Names that methods of subclasses in `derived_before` use.
+    # Names that torch's code goes on using: in methods of subclasses in `derived_before`, and in
+    # torch's clipping.
     needed: set[tuple[int, str]] = field(default_factory=set)
     open_blocks: int = 0
     ends_with_block: bool = False
@@ -58,8 +60,9 @@ class Patch:
     restores the names.
 
     Attributes:
-        replaced: Names of ampfast's class or function now, as "module.name".
-        kept: Names of torch's class still, used by methods of subclasses in `derived_before`.
+        replaced: Names of ampfast's class or functions now, as "module.name".
+        kept: Names of torch's class still, used by methods of subclasses in `derived_before`; and
+            those by which torch's clipping calls its parts.
         derived_before: Subclasses defined before the patch, which still run torch's code.
     """
 
@@ -107,10 +110,10 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
     new classes take the names; or it is the first one with `clip_grad_norm`. Thread-safe.
 
     Args:
-        clip_grad_norm: Whether to replace `torch.nn.utils.clip_grad_norm_`, too, by
-            `functional.clip_grad_norm_`, under every name that modules have for it. Scalers made
-            from then on measure the norm as they unscale. Norms are rounded differently from
-            torch's.
+        clip_grad_norm: Whether to replace `clip_grad_norm_`, `get_total_norm` and
+            `clip_grads_with_norm_` of `torch.nn.utils`, too, by those of `functional`, under every
+            name that modules have for them. Scalers made from then on measure the norm as they
+            unscale. Norms are rounded differently from torch's.
 
     Returns:
         Replaced and kept names; in `with ampfast.patch(): ...`, the end of the block restores them,
@@ -126,15 +129,19 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             swap = _Swap({}, _reduce_torch_scaler, list(_derived_before(stand_ins)))
             # Set first, so that unpatch() can undo an interrupted walk.
             _shared.swap = swap
-            swap.needed.update(*map(_globals_of_methods, swap.derived_before))
+            for cls in swap.derived_before:
+                swap.needed |= _globals_of(vars(cls).values())
             _replace(swap, stand_ins)
             for torchs in stand_ins:
                 copyreg.dispatch_table.setdefault(torchs, swap.reducer)
-        if clip_grad_norm and clip_grad.stand_in not in _shared.swap.torchs:
-            torchs = clip_grad.torch_clip_grad_norm_
-            _replace(_shared.swap, {torchs: clip_grad.stand_in})
-            # Where pickle finds it, whose own name is the stand-in's while patched.
-            torchs.__module__, torchs.__qualname__ = clip_grad.__name__, "torch_clip_grad_norm_"
+        if clip_grad_norm and clip_grad.stand_in_clip_grad_norm_ not in _shared.swap.torchs:
+            theirs = {name: getattr(clip_grad, f"torch_{name}") for name in _CLIP_NAMES}
+            _shared.swap.needed |= _globals_of(theirs.values())
+            ours = (getattr(clip_grad, f"stand_in_{name}") for name in _CLIP_NAMES)
+            _replace(_shared.swap, dict(zip(theirs.values(), ours, strict=True)))
+            for name, torchs in theirs.items():
+                # Where pickle finds it, whose own name is the stand-in's while patched.
+                torchs.__module__, torchs.__qualname__ = clip_grad.__name__, f"torch_{name}"
         return Patch(_shared.swap, began, clip_grad_norm)
 
 
@@ -154,7 +161,7 @@ def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
 
 
 def unpatch() -> None:
-    """Restores torch's own classes and function, also in modules imported while patched.
+    """Restores torch's own classes and functions, also in modules imported while patched.
 
     Names bound to something else since, and scalers constructed while patched, are unchanged. No
     effect without a patch.
@@ -272,18 +279,18 @@ def _derived_before(torch_classes: Iterable[type]) -> Iterator[type]:
                 yield cls
 
 
-def _globals_of_methods(cls: type) -> set[tuple[int, str]]:
-    """Global names that a class's methods use, each with the id of its namespace.
+def _globals_of(functions: Iterable[Any]) -> set[tuple[int, str]]:
+    """Global names that functions use, as the methods of a class, each with its namespace's id.
 
     `GradScaler.step(self, optimizer)` in a class derived from torch's must go on meaning torch's
     method: ours cannot run on an instance that is not ours.
     """
     used: set[tuple[int, str]] = set()
-    for method in vars(cls).values():
-        while isinstance(method, FunctionType):
-            codes = [method.__code__]
+    for function in functions:
+        while isinstance(function, FunctionType):
+            codes = [function.__code__]
             for code in codes:
-                used.update((id(method.__globals__), name) for name in code.co_names)
+                used.update((id(function.__globals__), name) for name in code.co_names)
                 codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
-            method = vars(method).get("__wrapped__")
+            function = vars(function).get("__wrapped__")
     return used

@@ -87,7 +87,8 @@ class Follower:
 
     def before(self, work: Pass, device: torch.device) -> Pass:
         """Returns a pass over gradients, still scaled, with the sums that it is to observe."""
-        wide = torch.float64 if device.type == "cpu" else scalars.widest(device)
+        # Without a Python frame.
+        wide = torch.float64 if scalars.has_float64(device) else torch.float32
         sums = torch.zeros(2, dtype=wide, device=device)
         return Pass(*work[:6], sums, *work[7:])
 
@@ -250,7 +251,7 @@ def require_averages(saved: object) -> list[float]:
 
 def _host_reads(device: torch.device) -> bool:
     """Whether the host computes: where it reads at no cost, or the device lacks float64."""
-    return device.type == "cpu" or scalars.widest(device) is not torch.float64
+    return device.type == "cpu" or not scalars.has_float64(device)
 
 
 def _times(value: float, factor: float) -> float:

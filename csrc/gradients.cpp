@@ -106,6 +106,13 @@ bool is_regular(const at::Tensor& tensor, uint64_t devices) {
          !tensor.is_inference() && is_plain(tensor, devices) && is_aligned(tensor);
 }
 
+int64_t kind_of(const at::Tensor& tensor) {
+  const auto* known = std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type());
+  const int64_t device = std::hash<at::Device>()(tensor.device());
+  const bool is_usual = known != kDtypes.end() && is_plain(tensor, ~uint64_t{0});
+  return is_usual && tensor.numel() != 0 ? 4 * device + (known - kDtypes.begin()) : -1;
+}
+
 void require_storage(const at::Tensor& tensor) {
   // Nested tensors have no strides; torch's op refuses them.
   if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
@@ -302,7 +309,7 @@ class Walker {
     }
     // A parameter that may be distributed is passed on without gradient, too.
     const bool may_be_distributed =
-        grad.defined() ? !is_accepted(grad) : !THPVariable_CheckExact(item);
+        grad.defined() ? !has_plain_type(grad) : !THPVariable_CheckExact(item);
     if (may_be_distributed && !reading_.local_shard_of.is_none()) {
       const py::object shard = reading_.local_shard_of(
           py::handle(item), grad.defined() ? py::cast(grad) : py::none(), number);
@@ -312,8 +319,8 @@ class Walker {
       accept(grad, item, number);
     } else if (grad.defined()) {
       require_storage(grad);
-      found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), std::move(grad),
-                                   number);
+      found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), grad, number,
+                                   kind_of(grad));
     }
     return true;
   }

@@ -144,6 +144,10 @@ Dtype dtype_of(at::ScalarType type);
 // takes torch's own op.
 bool is_regular(const at::Tensor& tensor, uint64_t devices);
 
+// A number for each device and dtype of gradients that torch's multi-tensor ops take together:
+// plain, not empty, of a dtype that the kernels know. -1 for all others.
+int64_t kind_of(const at::Tensor& tensor);
+
 // Throws if the memory of a tensor, or of a sparse one's indices and values, was freed or became
 // too small for its elements. Nothing is known of what a subclass dispatches to.
 void require_storage(const at::Tensor& tensor);
@@ -172,9 +176,9 @@ constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << stati
 // The device types with kernels.
 constexpr uint64_t kKernelDevices = device_bit(at::kCPU) | device_bit(at::kCUDA);
 
-// A parameter, its gradient, which takes torch's own op, and its number among all, without gradient
-// too.
-using SetAside = std::tuple<py::object, at::Tensor, int64_t>;
+// A parameter, its gradient, which takes torch's own op, its number among all, without gradient
+// too, and the kind of the gradient.
+using SetAside = std::tuple<py::object, at::Tensor, int64_t, int64_t>;
 // Number of a group, place in it, and the parameter there.
 using Place = std::tuple<int64_t, int64_t, py::object>;
 

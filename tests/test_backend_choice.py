@@ -55,7 +55,7 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
         if devices & core.CUDA:
             return [SimpleNamespace(device=gpu)], [], None
-        return [], [(gradient, gradient, 0)], None
+        return [], [(gradient, gradient, 0, core.kind_of(gradient))], None
 
     monkeypatch.setattr(core, "walk", walk)
 
@@ -127,11 +127,11 @@ def test_interpreted_kernels_leave_a_gpu_without(monkeypatch: pytest.MonkeyPatch
     assert "'triton': TRITON_INTERPRET is set" in interpreted
 
 
-@pytest.mark.parametrize(("name", "least"), [("cuda", (7, 0)), ("triton", (7, 5))])
+@pytest.mark.parametrize(("name", "least"), [("cuda", (7, 0)), ("triton", (8, 0))])
 def test_an_old_card_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, least: tuple[int, int]
 ) -> None:
-    capability = [(least[0], least[1] - 1)]
+    capability = [(least[0] - 1, 9)]
     monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(backends, "_try_out", lambda name, device: "tried")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
@@ -185,7 +185,7 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     old = "cuda:1 has compute capability below"
     assert [str(w.message) for w in caught] == [
         f"ampfast does not use its backend 'cuda': {old} 7.0",
-        f"ampfast does not use its backend 'triton': {old} 7.5",
+        f"ampfast does not use its backend 'triton': {old} 8.0",
     ]
     assert tried == [("cuda", "cuda:0")]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -208,7 +208,7 @@ def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.M
     walk_over(monkeypatch, gradient, torch.device("cuda", 1))
     with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
         aside = collect()
-    assert aside.lists == [(backends.TORCH_OPS, TensorList(CPU, [gradient], [0]))]
+    assert aside.lists == [(backends.TORCH_OPS, TensorList.of([gradient]))]
 
 
 def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,20 @@ def test_the_two_parts_are_the_whole(side: Any, order: Any, foreach: bool | None
     )
 
 
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_in_another_dtype(order: Any, dtype: torch.dtype) -> None:
+    grads = [grad.bfloat16() for grad in (torch.rand(300), torch.rand(7, 3))]
+    norm = functional.get_total_norm(grads, order, dtype=dtype)
+    whole = torch.cat([grad.double().flatten() for grad in grads])
+    exact = torch.linalg.vector_norm(whole, float(order))
+    assert norm.dtype == dtype
+    # The kernels add up squares of 16-bit values in float32, in short runs.
+    rtol = max(2 * torch.finfo(dtype).eps, 1e-8)
+    torch.testing.assert_close(norm.double(), exact, rtol=rtol, atol=0)
+    assert functional.get_total_norm(grads, order).dtype == torch.bfloat16
+
+
 DTYPES = [(d,) for d in FLOATS] + [(d, e) for d in FLOATS for e in FLOATS if d is not e]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.frames import Loop, frames_of
 
 from ampfast import GradScaler, LogMax, StepGuard
@@ -54,14 +53,8 @@ def test_a_schedule_adds_no_frames(kind: str) -> None:
 
 
 @KINDS
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-def test_a_group_of_one_takes_few_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = frames(Loop(GradScaler("cpu", process_group=dist.group.WORLD), kind))
-    finally:
-        dist.destroy_process_group()
+def test_a_group_of_one_takes_few_frames(kind: str, world: Any) -> None:
+    found = frames(Loop(GradScaler("cpu", process_group=world), kind))
     assert len(found) <= 16, found
 
 

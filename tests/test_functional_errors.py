@@ -143,10 +143,14 @@ def test_gradients_on_several_devices(name: str, order: int) -> None:
     ],
     ids=["int32", "bool", "complex64", "sparse"],
 )
-def test_gradients_torch_has_no_kernel_for(name: str, wrong: torch.Tensor) -> None:
+@pytest.mark.parametrize("other", ["regular", "irregular"])
+def test_gradients_torch_has_no_kernel_for(name: str, wrong: torch.Tensor, other: str) -> None:
     with pytest.raises(NotImplementedError):
         torch._amp_foreach_non_finite_check_and_unscale_([wrong.clone()], f32(0), f32(0.5))
-    refused(name, NotImplementedError, grads=[torch.full((3,), 4.0), wrong])
+    first = torch.full((3, 2), 4.0)
+    # torch's op takes those with gaps, one by one.
+    first = first[:, 0] if other == "irregular" else first
+    refused(name, NotImplementedError, grads=[first, wrong])
 
 
 @pytest.mark.parametrize("name", GRADIENT_OPS)

@@ -62,7 +62,6 @@ OF_TRITON = (
     # `make test-triton36` interprets all of them.
     Run("interpreted", SHORT, in_every_test=True),
     Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
-    Run("triton-sm_75", (VALUES,), compiled("triton-sm_75")),
     Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),
     Run("scaler-interpreted", scaler(*OVER_THEM), {"AMPFAST_BACKEND": "triton"}),
 )

@@ -424,7 +424,7 @@ def test_no_update_rides_to_the_scale_of_another_device(place: str) -> None:
             return torch.zeros((), device=grads.device)
 
     device = torch.device(place)
-    grads: Any = [(Recording(), TensorList(device, [torch.ones(3, device=device)], [0]))]
+    grads: Any = [(Recording(), TensorList.of([torch.ones(3, device=device)]))]
     ending = Ending(None, scale)
     Gradients(grads).run(Pass(False, Factor.DIVIDE, scale, ending=ending))
     assert rode == [ending if place == "cpu" else None]

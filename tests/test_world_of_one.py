@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,15 +32,6 @@ KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "plain": lambda params: torch.optim.SGD(params, lr=0.1),
     "fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
 }
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ __all__ = [
 
 def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
     """Returns what a build needs besides ``build-system.requires``."""
-    return [] if find_spec("torch") else ["torch>=2.11"]
+    return [] if find_spec("torch") else ["torch>=2.10"]
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel

@@ -40,8 +40,8 @@ __all__ = [
 NAMES = ("cuda", "triton", "cpu", "aten")
 
 _LAUNCHERS = {"cuda": "ampfast.backends.cuda", "triton": "ampfast.backends.triton.launch"}
-# Triton has dropped older GPUs.
-_LEAST_CAPABILITY = {"cuda": (7, 0), "triton": (7, 5)}
+# Older GPUs are none that CUDA 12 compiles for, or that Triton supports.
+_LEAST_CAPABILITY = {"cuda": (7, 0), "triton": (8, 0)}
 _NO_GPU = "torch sees no GPU"
 _REMEDIES = {
     "triton": "pip install 'triton>=3.6'",

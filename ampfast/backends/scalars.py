@@ -12,11 +12,19 @@ from torch import Tensor
 from ampfast.backends.core import SPIKE, SPIKE_BOUND
 
 
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64: no Apple GPU does, and not every one of Intel."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
 def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
     """Widest floating point dtype of a device."""
-    if device.type == "mps":
-        return torch.complex64 if is_complex else torch.float32
-    return torch.complex128 if is_complex else torch.float64
+    if has_float64(device):
+        return torch.complex128 if is_complex else torch.float64
+    return torch.complex64 if is_complex else torch.float32
 
 
 def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -53,9 +61,9 @@ def largest(values: list[Tensor], device: torch.device) -> Tensor:
 
 def inverse(scale: Tensor) -> Tensor:
     """Returns the inverse scale as float32, from a float64 reciprocal if the device has one."""
-    if scale.device.type == "mps":
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
+    if has_float64(scale.device):
+        return scale.double().reciprocal().float()
+    return scale.reciprocal()
 
 
 def new_flag(device: torch.device) -> Tensor:

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampfast.backends import core
 from ampfast.backends.core import (
     CLIP_EPSILON,
     LEAST_DEVIATION,
     SPIKE,
+    SPIKE_BOUND,
     Clip,
     Factor,
     Pass,
     compiled,
     norm_layout,
+    state_layout,
 )
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 from ampfast.errors import add_note
+
+
+class _Group(NamedTuple):
+    """Gradients that an op takes at once, or a single one.
+
+    Attributes:
+        numbers: Numbers of their parameters.
+        tensors: The gradients.
+        is_usual: Whether torch's multi-tensor ops take them as they are: plain tensors of one dtype
+            whose elements do not overlap. Else it is one gradient of any kind.
+    """
+
+    numbers: list[int]
+    tensors: list[Tensor]
+    is_usual: bool
+
+    def norms(self, order: float) -> list[Tensor]:
+        """Norm of each gradient, the 2-norm in the widest dtype; none of empty ones."""
+        first = self.tensors[0]
+        if not first.numel():
+            return []
+        if not self.is_usual:
+            return [p_norm(first, order)]
+        # The maximum is exact in any dtype.
+        dtype = None if order == torch.inf else widest(first.device)
+        return list(torch._foreach_norm(self.tensors, order, dtype=dtype))
 
 
 @dataclass(frozen=True)
@@ -31,32 +62,67 @@ class TensorList:
 
     Attributes:
         device: The device.
-        tensors: The gradients.
-        numbers: Number of the parameter of each.
+        groups: The gradients, first those that torch's ops may refuse.
     """
 
     device: torch.device
-    tensors: list[Tensor]
-    numbers: list[int]
+    groups: list[_Group]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], numbers: Sequence[int] = (0,)) -> TensorList:
+        """Returns a list of tensors of one device."""
+        [listed] = lists_of(zip(tensors, tensors, numbers, map(core.kind_of, tensors), strict=True))
+        return listed
 
     @property
     def has_float64(self) -> bool:
-        return any(tensor.dtype in (torch.float64, torch.complex128) for tensor in self.tensors)
+        wide = torch.float64, torch.complex128
+        return any(group.tensors[0].dtype in wide for group in self.groups)
 
     @property
     def chunks(self) -> int:
-        return len(self.tensors)
-
-    def add(self, number: int, tensor: Tensor) -> None:
-        self.numbers.append(number)
-        self.tensors.append(tensor)
+        return sum(len(group.tensors) for group in self.groups)
 
     def split(self, numbers: set[int]) -> tuple[TensorList, TensorList]:
         """Splits the list into the gradients of the parameters of these numbers, and the others."""
-        inside, outside = TensorList(self.device, [], []), TensorList(self.device, [], [])
-        for number, tensor in zip(self.numbers, self.tensors, strict=True):
-            (inside if number in numbers else outside).add(number, tensor)
+        inside, outside = TensorList(self.device, []), TensorList(self.device, [])
+        for group in self.groups:
+            for half, is_in in ((inside, True), (outside, False)):
+                pairs = zip(group.numbers, group.tensors, strict=True)
+                found = [pair for pair in pairs if (pair[0] in numbers) is is_in]
+                if found:
+                    there = [number for number, _ in found], [tensor for _, tensor in found]
+                    half.groups.append(_Group(*there, group.is_usual))
         return inside, outside
+
+
+def lists_of(
+    found: Iterable[tuple[Any, Tensor, int, int]],
+    values_of: Callable[[Any, Tensor], Tensor] | None = None,
+) -> list[TensorList]:
+    """Returns the gradients that a walk has set aside, in a list for each device.
+
+    Args:
+        found: Parameters, gradients, numbers of the parameters, and kinds of the gradients.
+        values_of: Makes a tensor for torch's ops of a parameter and its sparse gradient.
+    """
+    others: list[_Group] = []
+    usual: dict[int, _Group] = {}
+    for param, grad, number, kind in found:
+        if kind < 0:
+            values = values_of(param, grad) if values_of is not None and grad.is_sparse else grad
+            others.append(_Group([number], [values], False))
+            continue
+        group = usual.get(kind)
+        if group is None:
+            group = usual[kind] = _Group([], [], True)
+        group.numbers.append(number)
+        group.tensors.append(grad)
+    lists: dict[torch.device, TensorList] = {}
+    for group in (*others, *usual.values()):
+        device = group.tensors[0].device
+        lists.setdefault(device, TensorList(device, [])).groups.append(group)
+    return list(lists.values())
 
 
 def pass_over(*given: Any) -> None:
@@ -68,66 +134,289 @@ clip_over = pass_over
 
 @torch.no_grad()
 def run(grads: TensorList, work: Pass) -> Tensor:
-    """Runs a pass over a list; returns its found_inf. No update rides in it."""
-    tensors, divisor = grads.tensors, work.factor if work.how is Factor.DIVIDE else None
-    found_inf = new_flag(grads.device) if work.found_inf is None else work.found_inf
-    inv_scale = None if divisor is not None else work.factor
-    if inv_scale is not None and work.how is Factor.TIMES_RECIPROCAL:
-        inv_scale = inverse(inv_scale)
+    """Runs a pass over a list; returns its found_inf. No update rides in it.
+
+    Its ops are as many for a thousand gradients of a dtype as for one.
+    """
+    device, sums, divides = grads.device, work.sums, work.how is Factor.DIVIDE
+    found_inf = new_flag(device) if work.found_inf is None else work.found_inf
+    factor = None if work.how is Factor.NONE else work.factor
+    if factor is not None and work.how is Factor.TIMES_RECIPROCAL:
+        factor = inverse(factor)
     if work.coefficient is not None:
-        if inv_scale is not None:
-            unscale_(tensors, inv_scale, new_flag(grads.device))
-        for grad in tensors:
-            grad.copy_(_product(grad, work.coefficient))
+        _multiply_(grads, factor, work.coefficient)
         return found_inf
-    if work.sums is not None:
+    if work.write:
+        require_unscalable(grads)
+    # A clip measures what it may yet write, which was refused nothing.
+    clips = sums is not None and not (divides or work.write)
+    observes = sums is not None or work.marks is not None
+    measures = observes or (factor is not None and _may_overflow(factor, divides))
+    by = None if work.write else factor
+    squares, peaks = [], []
+    for group in grads.groups:
         # Before they are written, for products that are not rounded to 16 bits.
-        row = norms(tensors, inv_scale)
-        work.sums.copy_(row if divisor is None else row / divisor.detach().reshape(()))
-    if work.write and inv_scale is not None:
-        unscale_(tensors, inv_scale, found_inf)
-        inv_scale = None
-    elif work.sums is None or divisor is not None:
-        check_(tensors, found_inf, divisor)
-    if work.sums is not None:
-        found_inf.masked_fill_(~work.sums[1].isfinite(), 1.0)
-    if work.marks is not None and work.now is not None:
-        used = divisor if inv_scale is None else inv_scale.reciprocal()
-        mark_(work.marks, work.now, grads, used)
+        norms = group.norms(2.0) if sums is not None else []
+        if work.write or not (clips or (measures and group.is_usual)):
+            inv_scale = factor if work.write and factor is not None else _one(device)
+            _check_and_unscale_(group.tensors, found_inf, inv_scale)
+        elif not clips:
+            _require_op(device, group.tensors[0].dtype)
+        # Of subclasses only for sums: they define their own norms.
+        is_known = group.is_usual or sums is not None or type(group.tensors[0]) is Tensor
+        used = group.norms(torch.inf) if measures and is_known else []
+        if used and (observes or not work.write):
+            used = [_used(torch.stack(used), group.tensors[0].dtype, by, divides)]
+        if used:
+            # torch's op checks values before it multiplies them: a product may have overflowed.
+            some = _one(device) if observes or factor is None else factor
+            _check_and_unscale_(used, found_inf, some)
+        if norms:
+            peaks += used
+            squares.append(torch.stack(norms))
+            if factor is not None and not divides:
+                squares[-1] = _times(squares[-1], factor, used[0])
+        if work.marks is not None and work.now is not None:
+            seen = used if group.is_usual else _local_peak(group.tensors[0], by, divides)
+            if seen:
+                mark_(work.marks, work.now, group.numbers, seen[0])
+    if sums is not None:
+        sums.zero_()
+        if squares:
+            sums[0] = torch.cat(squares).square().sum()
+            sums[1] = torch.cat([peak.to(sums.dtype) for peak in peaks]).amax()
     return found_inf
 
 
-def update(fields: tuple[Any, ...]) -> bool:
+def _may_overflow(factor: Tensor, divides: bool) -> bool:
+    """Whether finite values may be infinite as they are used.
+
+    On a CPU the factor tells, at no cost. On other devices a read of the values does, which a check
+    takes in place of torch's op, that writes.
+    """
+    if not _is_on_host(factor):
+        return True
+    number = abs(factor.item())
+    return not (number >= 1 if divides else number <= 1)
+
+
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.is_cpu
+
+
+def _used(peaks: Tensor, dtype: torch.dtype, factor: Tensor | None, divides: bool) -> Tensor:
+    """Largest magnitudes as they are used, of gradients of a dtype; 16-bit ones in float32.
+
+    Products are rounded as when they are written; fused optimizers divide in float32.
+    """
+    dtype = dtype.to_real()
+    opmath = torch.promote_types(dtype, torch.float32)
+    values = peaks.to(dtype).to(opmath)
+    if factor is None:
+        return values
+    by = factor.reshape(()).to(opmath)
+    return values / by if divides else (values * by).abs().to(dtype).to(opmath)
+
+
+def _times(norms: Tensor, factor: Tensor, peaks: Tensor) -> Tensor:
+    """Norms times an inverse scale; of an infinite scale, the largest magnitudes as they are used.
+
+    An overflowed norm times 0 would be NaN.
+    """
+    by = factor.reshape(())
+    return torch.where(by == 0, peaks.to(norms.dtype), norms * by)
+
+
+def _local_peak(grad: Tensor, factor: Tensor | None, divides: bool) -> list[Tensor]:
+    """Largest magnitude as it is used, of shape (1,), of a gradient's values on this rank."""
+    local = _local(grad)
+    if not local.numel():
+        return []
+    peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
+    return [_used(peak, local.dtype, factor, divides)]
+
+
+def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) -> None:
+    """Multiplies gradients in place by the inverse scale, if any, then by a coefficient."""
+    flag = new_flag(grads.device)
+    for group in grads.groups:
+        if factor is not None:
+            _check_and_unscale_(group.tensors, flag, factor)
+        dtype = group.tensors[0].dtype
+        if group.is_usual and dtype.itemsize >= 4:
+            torch._foreach_mul_(group.tensors, coefficient.to(dtype))
+        elif group.is_usual and factor is not None:
+            # It multiplies 16-bit values in float32.
+            _check_and_unscale_(group.tensors, flag, coefficient.float())
+        else:
+            for grad in group.tensors:
+                grad.copy_(_product(grad, coefficient))
+
+
+class _State:
+    """Words of a scaler's state, as the ops of an update take them, and the memory of one.
+
+    Attributes:
+        counters: The counters that an update changes.
+        steps: The first of them, of shape (1,).
+        ring: The last steps, a row for each.
+        proposal: The scale that a policy wants.
+        before: float32 memory for the scale before the update, in the new row of the ring.
+        norm: float32 memory for the norm there.
+        status: The status there.
+        row: The new row.
+        pairs: float32 memory for numbers that are compared, those to the left first.
+        left: The first half of them.
+        right: The second half.
+        bits: What is larger to the left: status, and of each counter whether it stays and grows.
+        stays: These.
+        grows: These.
+        zero: 0-dim float32.
+        one: 0-dim float32.
+        interval: The growth interval of the last update, or None.
+    """
+
+    interval: Any = None
+
+    def __init__(self, words: Tensor) -> None:
+        refuse_capture("the first update without kernels")
+        with torch.inference_mode(False):
+            # No view, which would hold the words.
+            state = torch.empty(0, dtype=torch.int64, device=words.device).set_(words)  # type: ignore[call-overload]
+            memory = state.new_zeros(3 + 2 * _COUNTED)
+            numbers = state.new_zeros(2 * (2 + 2 * _COUNTED), dtype=torch.float32)
+            self.zero, self.one = numbers.new_zeros(()), numbers.new_ones(())
+        self.counters, self.steps = state[:_COUNTED], state[:1]
+        self.ring = state[state_layout.RING :].view(-1, state_layout.RING_WORDS)
+        # The lower half of a word.
+        self.proposal = state.view(torch.float32)[2 * state_layout.PROPOSAL]
+        halves = memory.view(torch.float32)
+        self.before, self.norm = halves[0], halves[2 * state_layout.RING_NORM]
+        self.status, self.row = memory[1], memory[:3].view(1, 3)
+        self.pairs, self.bits = numbers, memory[1:]
+        self.left, self.right = numbers.chunk(2)
+        self.stays, self.grows = memory[3:].chunk(2)
+
+
+# Counters that an update changes, in their order.
+_COUNTED = 8
+_states = WeakTensorKeyDictionary()
+
+
+def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
-    The core writes a state from copies on the host: with a sync, unless it is on the CPU.
+    A state on a CPU is the compiled core's; on other devices torch's ops write it, with no copy to
+    the host.
+
+    Args:
+        fields: As for `Kernels.update`.
+        limits: What the state's scale is held to (`loss_scale.Limits`); None, with a state on
+            another device than a CPU, for False.
     """
-    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, state, norm = fields
-    # It requires a gradient if a checkpoint's tensor that does was loaded into it.
-    growth_tracker = growth_tracker.detach()
-    if state is not None and state.is_cuda:
-        refuse_capture("an update without kernels, whose steps the host counts")
+    scale, words = fields[0], fields[6]
+    if _is_on_host(scale):
+        if compiled.update(fields):
+            return True
+        # The core takes no tensors under a mode, which a state does not concern.
+        with _disable_current_modes():
+            if words is not None and compiled.update(fields):
+                return True
+    if words is not None and limits is None:
+        return False
+    _update(fields, limits)
+    return True
+
+
+@torch.no_grad()
+def _update(fields: tuple[Any, ...], limits: Any) -> None:
+    """`update` by torch's ops, of which the host reads nothing."""
+    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, words, norm = fields
     first, *others = [moved(flag, scale.device) for flag in flags]
     # Out of place, since callers may hold the flags.
     found_inf = sum(others, start=first)
-    before = scale.detach().clone(), growth_tracker.clone()
-    lowered = growth_tracker
-    if isinstance(interval, int) and interval >= 1:
-        lowered = growth_tracker.clamp(max=min(interval - 1, 2**31 - 1))
-    torch._amp_update_scale_(scale, lowered, found_inf, growth_factor, backoff_factor, interval)
-    growth_tracker.data.copy_(lowered)
+    rule = growth_factor, backoff_factor, interval
+    if words is None:
+        _update_by_torch(scale, growth_tracker, found_inf, rule, True)
+        return
+    tracker, scale, flag = (
+        each.reshape(()) if each.dim() else each for each in (growth_tracker, scale, found_inf)
+    )
+    state = _states.get(words)
     if state is None:
-        return True
-    # Copies are plain tensors under any mode.
-    with _disable_current_modes():
-        after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
-        told = None if norm is None else norm.to("cpu")
-        numbers = float(growth_factor), float(backoff_factor), int(interval)
-        if compiled.update((after, tracker, [flag], *numbers, words, told)):
-            scale.data.copy_(after)
-            growth_tracker.data.copy_(tracker)
-            state.copy_(words)
-    return True
+        state = _states[words] = _State(words)
+    before, zero, one = state.before, state.zero, state.one
+    before.copy_(scale)
+    spiked, tracker_before = zero, tracker
+    if norm is not None:
+        # Only a norm makes spikes.
+        spiked = (flag != 0) & (flag.abs() < SPIKE_BOUND)
+        found_inf, tracker_before = torch.where(spiked, zero, flag), tracker.clone()
+    overflow = found_inf if found_inf.dim() == 0 else flag
+    _update_by_torch(scale, tracker, overflow, rule, state.interval != interval)
+    state.interval = interval
+    # The tracker is 0 after an overflow, and where the scale was to grow.
+    keeps = overflow + tracker
+    at_minimum = zero
+    if not limits.is_torchs:
+        if limits.hysteresis_refill == "finite_step":
+            keeps = overflow
+        _limit_(scale, overflow, spiked, limits, state)
+        if limits.min_scale is not None:
+            at_minimum = (overflow != 0) & (before <= limits.min_scale)
+    stays_at_minimum = at_minimum
+    if norm is not None:
+        scale.copy_(torch.where(spiked, before, scale))
+        tracker.copy_(torch.where(spiked, tracker_before, tracker))
+        keeps, stays_at_minimum = keeps + spiked, at_minimum + spiked.float()
+    # The order of the state's counters, and what makes each stay, else it is 0, and grow.
+    stays = [one, one, one, one, flag, stays_at_minimum, keeps, one]
+    grows = [one, flag, scale, before, flag, at_minimum, overflow, spiked]
+    least = [*(10 * [zero]), zero, zero, before, scale, *(4 * [zero])]
+    torch.stack([flag, zero, *stays, *grows, *least], out=state.pairs)
+    torch.gt(state.left, state.right, out=state.bits)
+    if norm is not None:
+        state.norm.copy_(norm.reshape(()))
+        state.status.add_(2).add_(spiked, alpha=4)
+    place = torch.bitwise_and(state.steps, state_layout.RING_STEPS - 1)
+    state.ring.index_copy_(0, place, state.row)
+    torch.addcmul(state.grows, state.counters, state.stays, out=state.counters)
+
+
+def _update_by_torch(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    rule: tuple[Any, Any, Any],
+    is_new: bool,
+) -> None:
+    """torch's op, whose scale grows where a tracker equals the interval, lowered or not."""
+    interval = rule[2]
+    if is_new and isinstance(interval, int) and interval >= 1:
+        growth_tracker.clamp_(max=min(interval - 1, 2**31 - 1))
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, *rule)
+
+
+def _limit_(scale: Tensor, overflow: Tensor, spiked: Tensor, limits: Any, state: _State) -> None:
+    """Holds the next scale to hysteresis, a policy's proposal and limits, as csrc/scale.h does."""
+    before = state.before
+    if limits.hysteresis > 1:
+        tolerated = state.counters[state_layout.TOLERATED]
+        is_tolerated = (overflow != 0) & (tolerated < limits.hysteresis - 1)
+        scale.copy_(torch.where(is_tolerated, before, scale))
+    if limits.policy is not None:
+        is_wanted = (state.proposal > 0) & (spiked == 0)
+        scale.copy_(torch.where(is_wanted, state.proposal, scale))
+        state.proposal.zero_()
+    # A scale that was set beyond them is not moved the wrong way.
+    if limits.max_scale is not None:
+        scale.copy_(torch.minimum(scale, before.clamp(min=limits.max_scale)))
+    if limits.min_scale is not None:
+        scale.copy_(torch.maximum(scale, before.clamp(max=limits.min_scale)))
 
 
 @torch.no_grad()
@@ -148,25 +437,6 @@ def clip(clip: Clip) -> None:
     if clip.divisor is not None and clip.scale is not None:
         scale = clip.scale.detach().reshape(())
         clip.divisor.copy_(scale / moved(coefficient, scale.device))
-
-
-def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Unscales gradients in place; sets `found_inf` if a value was or becomes inf or NaN.
-
-    Args:
-        grads: Tensors of one device, of dtypes and layouts that torch's op takes.
-        inv_scale: One-element float32 on that device.
-        found_inf: One-element float32 on that device.
-
-    Raises:
-        RuntimeError: Errors of torch's op, such as for overlapping elements.
-    """
-    if len(grads) > 1:  # torch's op refuses a tensor before it writes it
-        require_unscalable(grads)
-    for same_dtype in _by_dtype(grads):
-        _check_and_unscale_(same_dtype, found_inf, inv_scale)
-    # torch's op checks values before it multiplies them: a product may have overflowed.
-    check_(grads, found_inf)
 
 
 def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -201,39 +471,35 @@ def narrow(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None
     torch._foreach_copy_(params, values)
 
 
-@torch.no_grad()
-def require_unscalable(grads: list[Tensor]) -> None:
-    """Raises torch's error for the first of `grads` that its op refuses; no value changes.
-
-    Args:
-        grads: Tensors of one device.
-    """
-    one = torch.ones((), dtype=torch.float32, device=grads[0].device)
-    for same_dtype in _by_dtype(grads):
-        if type(same_dtype[0]) is Tensor and not _is_refused(same_dtype[0]):
-            # For plain tensors it depends on the dtype alone.
-            same_dtype = [same_dtype[0].new_empty(0)]
-        _check_and_unscale_(same_dtype, torch.zeros_like(one), one)
+def require_unscalable(grads: TensorList) -> None:
+    """Raises torch's error for the first gradient that its op refuses; no value changes."""
+    for group in grads.groups:
+        if group.is_usual:
+            _require_op(grads.device, group.tensors[0].dtype)
+            continue
+        with torch.no_grad():
+            one = _one(grads.device)
+            _check_and_unscale_(group.tensors, torch.zeros_like(one), one)
 
 
-@torch.no_grad()
-def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
-    """Sets `found_inf` if a value is inf or NaN, or would be once divided by `grad_scale`.
+@cache
+def _require_op(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises torch's error if its op does not take plain tensors of a dtype."""
+    with _disable_current_modes():
+        one = torch.ones((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [one.new_empty(0, dtype=dtype)], torch.zeros_like(one), one
+        )
+
+
+def check_(grads: list[Tensor], found_inf: Tensor) -> None:
+    """Sets `found_inf` if a value is inf or NaN.
 
     torch's op writes as it checks, so it refuses the same gradients as in unscaling.
     """
-    one = torch.ones((), dtype=torch.float32, device=found_inf.device)
-    for same_dtype in _by_dtype(grads):
-        _check_and_unscale_(same_dtype, found_inf, one)
-    if grad_scale is None:
-        return
-    for grad in grads:
-        # Only plain tensors: subclasses define their own norms.
-        if type(grad) is Tensor and grad.numel():
-            found_inf.masked_fill_(~_largest_used(grad, grad_scale).isfinite(), 1.0)
+    run(TensorList.of(grads), Pass(False, Factor.NONE, found_inf=found_inf))
 
 
-@torch.no_grad()
 def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
     """Returns sum of squares and largest magnitude of the gradients as unscaling would write them.
 
@@ -244,23 +510,10 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
     Returns:
         Two elements, float64 where the device has it.
     """
-    device = grads[0].device
-    wide = widest(device)
-    squares, peak = torch.zeros(2, dtype=wide, device=device).unbind()
-    for grad in grads:
-        if not grad.numel():
-            continue
-        norm, largest = p_norm(grad, 2.0), p_norm(grad, torch.inf)
-        if inv_scale is not None:
-            # Rounded as when written.
-            dtype = grad.dtype.to_real()
-            largest = _product(largest.to(dtype), inv_scale).abs().to(dtype)
-            # An overflowed norm times the inverse of an infinite scale would be NaN.
-            factor = inv_scale.reshape(())
-            norm = torch.where(factor == 0, largest.to(wide), norm * factor)
-        squares = squares + norm.square()
-        peak = torch.maximum(peak, largest.to(wide))
-    return torch.stack([squares, peak])
+    sums = torch.empty(2, dtype=widest(grads[0].device), device=grads[0].device)
+    how = Factor.NONE if inv_scale is None else Factor.TIMES
+    run(TensorList.of(grads), Pass(False, how, inv_scale, sums=sums))
+    return sums
 
 
 @torch.no_grad()
@@ -281,10 +534,12 @@ def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tenso
 
 
 @torch.no_grad()
-def require_writable(grads: list[Tensor]) -> None:
+def require_writable(grads: TensorList) -> None:
     """Raises the error of clipping for tensors made in inference mode, before any write."""
-    for grad in grads:
-        grad.copy_(grad)  # writes nothing
+    for group in grads.groups:
+        for grad in group.tensors:
+            if not group.is_usual or grad.is_inference():
+                grad.copy_(grad)  # writes nothing
 
 
 def spike_(
@@ -322,27 +577,25 @@ def spike_(
     found_inf.masked_fill_(is_finite & spiked, SPIKE)
 
 
-def mark_(marks: Tensor, now: Tensor, grads: TensorList, grad_scale: Tensor | None = None) -> None:
+def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> None:
     """Marks the parameters with inf/NaN gradients; no host sync.
 
     Args:
         marks: As for `Pass`.
         now: As for `Pass`.
-        grads: Unscaled gradients, or with `grad_scale` scaled ones.
-        grad_scale: One-element float32, or None.
+        numbers: Numbers of the parameters.
+        used: Largest magnitudes of their gradients as they are used, of shape (N,).
     """
-    pairs = zip(grads.numbers, grads.tensors, strict=True)
-    local = [(number, part) for number, grad in pairs if (part := _local(grad)).numel()]
-    if not local:
-        return
-    used = [_largest_used(part, grad_scale) for _, part in local]
-    found = torch.stack([torch.stack([~u.isfinite(), u.isnan()]) for u in used])
-    rows = [marks[number] for number, _ in local]
+    values = [used.new_zeros(())] * len(marks)
+    for number, value in zip(numbers, used.unbind(), strict=True):
+        values[number] = value
+    table = torch.stack(values)
+    found = torch.stack([~table.isfinite(), table.isnan()], dim=1)
+    last, times = marks.split(2, dim=1)
     step = now.reshape(-1)[0] + 1
-    last, times = torch.stack(rows).split(2, dim=1)
     # Counts once per step, in any number of passes.
     marked = [torch.where(found, step, last), times + (found & (last < step))]
-    torch._foreach_copy_(rows, list(torch.cat(marked, dim=1).unbind()))
+    marks.copy_(torch.cat(marked, dim=1))
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -357,31 +610,3 @@ def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:
     """Unscaled values in opmath, before they are rounded to their dtype."""
     opmath = torch.promote_types(grad.dtype, torch.float32)
     return grad.detach().to(opmath) * inv_scale.reshape(()).to(opmath)
-
-
-def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
-    """Largest magnitude, divided as in fused optimizers: 16-bit gradients in float32."""
-    peak: Tensor = torch.linalg.vector_norm(grad.detach(), torch.inf)
-    if grad_scale is None:
-        return peak
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return peak.to(wide) / grad_scale.to(wide)
-
-
-def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields lists that torch's op takes at once, first those it refuses, before any write."""
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for grad in grads:
-        mesh = getattr(grad, "device_mesh", None)  # DTensors one at a time
-        key = (not _is_refused(grad), grad.dtype, type(grad), id(mesh))
-        groups.setdefault(key, []).append(grad)
-    for key in sorted(groups, key=lambda key: key[0]):
-        yield groups[key]
-
-
-def _is_refused(grad: Tensor) -> bool:
-    if grad.is_nested or grad.layout is not torch.strided:
-        return True
-    if grad.is_neg() or not grad.is_floating_point():
-        return True
-    return type(grad) is Tensor and torch._debug_has_internal_overlap(grad) == 1

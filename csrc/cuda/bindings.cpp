@@ -1,7 +1,5 @@
 #include "../bindings.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 
 #include "../device_table.h"
@@ -12,14 +10,16 @@ namespace ampfast::cuda {
 
 namespace {
 
-// A device, which is the current one, and its current stream. That of the CPU, which an emulated
-// driver has, is the first.
+// A device, which is the current one, and its current stream, asked for as Triton does: in C++,
+// torch 2.10 does not tell its handle. That of the CPU, which an emulated driver has, is the first.
 Place place_on(at::Device device) {
   if (device.is_cpu()) {
     return {0, nullptr};
   }
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return {stream.device_index(), stream.native_handle()};
+  static const py::handle current_stream =
+      py::getattr(py::module_::import("torch._C"), "_cuda_getCurrentRawStream").release();
+  const auto stream = current_stream(static_cast<int>(device.index()));
+  return {device.index(), reinterpret_cast<void*>(stream.cast<uintptr_t>())};
 }
 
 // An update of Python's on a device, and its flags.

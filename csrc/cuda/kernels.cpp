@@ -24,13 +24,13 @@ constexpr int kPairs = 4;
 constexpr int kFirstPairs = kPairs - static_cast<int>(Dtype::kFloat16);
 
 struct Kernel {
+  void* context = nullptr;  // the primary one of its device, which torch uses
   void* function = nullptr;
   int64_t resident = 0;  // programs that the device holds at once
 };
 
-// The kernels of a device, and its primary context, which torch uses.
+// The kernels of a device.
 struct Kernels {
-  void* context = nullptr;
   Kernel over_tables[kTables][kKinds];
   Kernel update_scale;
   Kernel clip_coefficient;
@@ -75,9 +75,9 @@ const Kernels& kernels_on(int device) {
 }
 
 template <class Argument>
-void queue(const Kernels& kernels, const Kernel& kernel, int64_t programs, int threads,
-           const Argument& argument, const Place& place) {
-  enter(kernels.context);
+void queue(const Kernel& kernel, int64_t programs, int threads, const Argument& argument,
+           const Place& place) {
+  enter(kernel.context);
   void* arguments[] = {const_cast<Argument*>(&argument)};
   AMPFAST_CALL(cuLaunchKernel, kernel.function, static_cast<unsigned int>(programs), 1, 1,
                static_cast<unsigned int>(threads), 1, 1, 0, place.stream, arguments, nullptr);
@@ -96,13 +96,13 @@ void load_kernels(int device, const char* image) {
   int multiprocessors = 0;
   AMPFAST_CALL(cuDeviceGet, &handle, device);
   AMPFAST_CALL(cuDeviceGetAttribute, &multiprocessors, kMultiprocessorCount, handle);
-  Kernels kernels;
-  AMPFAST_CALL(cuDevicePrimaryCtxRetain, &kernels.context, handle);
-  enter(kernels.context);
+  void* context = nullptr;
+  AMPFAST_CALL(cuDevicePrimaryCtxRetain, &context, handle);
+  enter(context);
   void* module = nullptr;
   AMPFAST_CALL(cuModuleLoadData, &module, image);
   const auto get = [&](const std::string& name, size_t bytes, int threads) {
-    Kernel kernel;
+    Kernel kernel{context};
     AMPFAST_CALL(cuModuleGetFunction, &kernel.function, module, name.c_str());
     require_layout(kernel.function, name, bytes);
     int of_each = 0;
@@ -111,6 +111,7 @@ void load_kernels(int device, const char* image) {
     kernel.resident = int64_t{multiprocessors} * of_each;
     return kernel;
   };
+  Kernels kernels;
   for (int table = 0; table < kTables; ++table) {
     const bool is_paired = table >= kPairs;
     for (int kind = 0; kind < kKinds; ++kind) {
@@ -126,21 +127,18 @@ void load_kernels(int device, const char* image) {
 }
 
 void launch(Kind kind, const Launch& launch, const Place& place) {
-  const Kernels& kernels = kernels_on(place.device);
   const int table = static_cast<int>(launch.dtype) + (launch.is_paired ? kFirstPairs : 0);
-  const Kernel& kernel = kernels.over_tables[table][kind];
+  const Kernel& kernel = kernels_on(place.device).over_tables[table][kind];
   const int64_t most = most_programs > 0 ? most_programs : kernel.resident;
-  queue(kernels, kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch, place);
+  queue(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch, place);
 }
 
 void update_scale(const UpdateAlone& alone, const Place& place) {
-  const Kernels& kernels = kernels_on(place.device);
-  queue(kernels, kernels.update_scale, 1, 1, alone, place);
+  queue(kernels_on(place.device).update_scale, 1, 1, alone, place);
 }
 
 void clip_coefficient(const Clip& clip, const Place& place) {
-  const Kernels& kernels = kernels_on(place.device);
-  queue(kernels, kernels.clip_coefficient, 1, 1, clip, place);
+  queue(kernels_on(place.device).clip_coefficient, 1, 1, clip, place);
 }
 
 }  // namespace ampfast::cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gpu_support import REHEARSES  # noqa: E402
 
 from ampfast import _C, backends  # noqa: E402
 from ampfast.__main__ import main as ampfast_main  # noqa: E402
+from ampfast.backends import cuda  # noqa: E402
 
 SOURCES = (
     "*.cpp",
@@ -20,9 +22,7 @@ SOURCES = (
     "cpu/*.cpp",
     "cpu/*.h",
     "cuda/*.cpp",
-    "cuda/*.cu",
     "cuda/*.h",
-    "cuda/*.cuh",
 )
 
 
@@ -32,9 +32,11 @@ def complaints() -> list[str]:
     extension = Path(_C.__file__)
     if extension.parent != ROOT / "ampfast":
         found.append(f"the extension is not the one that is built in place: {extension}")
-    newest = max(f.stat().st_mtime for pattern in SOURCES for f in (ROOT / "csrc").glob(pattern))
-    if extension.stat().st_mtime < newest:
-        found.append("a source is newer than the extension: run `make build`")
+    sources_of_kernels = importlib.import_module("setup").KERNEL_SOURCES
+    for built, patterns in ((extension, SOURCES), (cuda.KERNELS, sources_of_kernels)):
+        newest = max(f.stat().st_mtime for one in patterns for f in (ROOT / "csrc").glob(one))
+        if built.exists() and built.stat().st_mtime < newest:
+            found.append(f"a source is newer than {built.name}: run `make build`")
     if _C.build_info()["torch"] != torch.__version__.split("+")[0]:
         built_for = _C.build_info()["torch"]
         found.append(f"built for torch {built_for}, this is {torch.__version__}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import (
+    BACKENDS,
     Quiet,
     QuietFused,
     Twin,
@@ -20,6 +21,7 @@ from gpu_support import (
     flag,
     twins,
 )
+from gpu_support import unavailable_reason as unavailable_backend
 from support.comparison import assert_same, difference
 from support.gradients import make_gradient
 from support.optimizers import FUSED, OPTIMIZERS
@@ -45,6 +47,14 @@ def unavailable_reason(kind: str, device: torch.device) -> str:
     except RuntimeError as error:
         return f"{kind}: torch says: {error}".splitlines()[0]
     return ""
+
+
+@pytest.fixture(params=(*BACKENDS, "aten"))
+def backend(request: pytest.FixtureRequest) -> str:
+    """Name of a backend: one with kernels, or that of GPUs without kernels."""
+    if request.param in BACKENDS and (reason := unavailable_backend(request.param)):
+        pytest.skip(reason)
+    return request.param
 
 
 @pytest.fixture(params=OPTIMIZERS)
@@ -252,6 +262,10 @@ def test_bfloat16_gradients(backend: str, device: torch.device, kind: str) -> No
                 p.grad = grad * scaler._scale.to(dtype) if side == 0 else grad
         if bad:
             sides[0][1].grad[70_000] = bad
+        if backend == "aten":
+            with pytest.raises(RuntimeError, match="not implemented for 'BFloat16'"):
+                scaler.unscale_(ours)
+            return
         scaler.unscale_(ours)
         scaler.step(ours)
         scaler.update()
@@ -264,6 +278,8 @@ def test_bfloat16_gradients(backend: str, device: torch.device, kind: str) -> No
 
 def test_all_dtypes_in_one_optimizer(backend: str, device: torch.device) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    if backend == "aten":
+        pytest.skip("torch's op takes no bfloat16 gradients on a GPU")
     ours = Twin(
         GradScaler,
         Quiet,

@@ -36,13 +36,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Makes a difference on a device without float64 only.": [
         (
             "Follower.before",
-            "torch.float64 if device.type == 'cpu' else scalars.widest(device)",
+            "torch.float64 if scalars.has_float64(device) else torch.float32",
             "torch.float64",
             1,
         ),
         (
             "_host_reads",
-            "device.type == 'cpu' or scalars.widest(device) is not torch.float64",
+            "device.type == 'cpu' or not scalars.has_float64(device)",
             "device.type == 'cpu'",
             1,
         ),

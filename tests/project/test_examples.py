@@ -232,15 +232,32 @@ def test_the_notebook_was_run_after_its_last_edit() -> None:
     assert notebook.metadata.code_sha256 == digest(notebook), "run `make notebook`"
 
 
-@pytest.mark.slow
-def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for needed in ("matplotlib", "nbclient", "ipykernel"):
+def runner_of_notebooks(monkeypatch: pytest.MonkeyPatch, *modules: str) -> Any:
+    """`support.notebook.executed`, in the checkout and on one thread, or a skip."""
+    for needed in ("nbclient", "ipykernel", *modules):
         pytest.importorskip(needed, reason=f"running the notebook needs {needed}")
-    import nbformat
     from support import notebook
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return notebook.executed
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed = runner_of_notebooks(monkeypatch, "matplotlib")
+    import nbformat
+
     saved = nbformat.read(NOTEBOOK, as_version=4)
     again = f"run `make notebook`: the outputs in {NOTEBOOK.name} are not those of its code"
-    assert kinds(notebook.executed(NOTEBOOK, NOTEBOOK_CLAIMS)) == kinds(saved), again
+    assert kinds(executed(NOTEBOOK, NOTEBOOK_CLAIMS)) == kinds(saved), again
+
+
+@pytest.mark.sweep
+def test_the_gpu_notebook_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = runner_of_notebooks(monkeypatch, "sklearn")(FOLDER / "gpu_check.ipynb").cells
+    [block] = [output.text for output in cells[-1].outputs]
+    assert block.startswith("```\nVersions\n") and block.endswith("```\n")
+    for told in ("The training is equal bit for bit.", "GPU rehearsal", "Host time of warm calls"):
+        assert told in block
+    assert re.findall(r"^(\w+) +ok ", block, re.MULTILINE) == ["build", "smoke", "decisive"]

@@ -199,7 +199,7 @@ def test_metadata_of_the_sources(sources):
     assert info["License"] == "BSD-3-Clause"
     assert {"dev", "examples", "triton"} <= set(info.get_all("Provides-Extra", []))
     required = info.get_all("Requires-Dist")
-    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.10"]
 
 
 def test_a_wheel_of_cores(sources, tmp_path):

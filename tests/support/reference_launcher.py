@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ampfast.backends import cpu, torch_ops
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
-from ampfast.backends.torch_ops import TensorList
 
 _INFINITE = 0x7FF0000000000000
 
@@ -58,7 +57,8 @@ class ReferenceLauncher:
             if work.sums is not None:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
             if work.marks is not None:
-                torch_ops.mark_(work.marks, work.now, _one(number, used))
+                peak = torch.linalg.vector_norm(used.reshape(-1), torch.inf)
+                torch_ops.mark_(work.marks, work.now, [number], peak.reshape(1))
             if work.write:
                 written = used
                 if work.coefficient is not None:
@@ -129,10 +129,6 @@ class Chunk:
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         return _at(self.wide, self.size // dtype.itemsize * 4, torch.float32)
-
-
-def _one(number: int, values: Tensor) -> TensorList:
-    return TensorList(values.device, [values], [number])
 
 
 def _at(address: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Kernels for CPU tensors in tests without a GPU.
 
 `AMPFAST_TEST_KERNELS` selects a backend compiled for an architecture, such as "cuda-sm_90" or
-"triton-sm_75", run by tools/ptx_emulator; with the suffix "-races", data races are errors.
+"triton-sm_90", run by tools/ptx_emulator; with the suffix "-races", data races are errors.
 "cuda-host" is the CUDA kernels as C++ for this machine, "cuda-host-address" and "cuda-host-thread"
 with a sanitizer. The default is Triton's interpreter, if TRITON_INTERPRET=1 is set.
 """

@@ -34,7 +34,7 @@ if launch.INTERPRETED:
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 TARGETS = {
-    **{f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (75, 80, 90, 100, 120)},
+    **{f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)},
     **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942")},
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }

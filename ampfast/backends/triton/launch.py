@@ -24,7 +24,7 @@ INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
 
 _interpreter_lock = threading.Lock()
 
-# Of every NVIDIA GPU from compute capability 7.5 on.
+# Of every NVIDIA GPU that Triton supports.
 REGISTERS_PER_SM = 65_536
 # Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3

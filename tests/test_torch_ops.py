@@ -1,0 +1,252 @@
+"""torch's own ops as a backend: how many a step takes, and the state that they update."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.comparison import assert_same
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ampfast import GradScaler, LogMax, Sigmas, StepGuard, functional
+from ampfast.backends import core, scalars, torch_ops
+from ampfast.backends.core import Update, compiled, state_layout
+from ampfast.loss_scale import Limits, LossScale
+
+SIZES = (10, 62, 160)
+MOST_MORE = 8
+
+
+class Count(TorchDispatchMode):
+    """Counts ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["cpu", "elsewhere"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The CPU, or it in place of a device that the host neither reads nor computes for."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr(torch_ops, "_is_on_host", lambda tensor: False)
+    return str(request.param)
+
+
+def ops_of(scaler: Any, size: int, kind: str, way: str = "step") -> list[str]:
+    """Ops of a step and an update, without the optimizer's own step."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(size)]
+    optimizer: Any = torch.optim.SGD(params)
+    if kind == "fused":
+        optimizer = torch.optim.Adam(params, fused=True)
+
+    def use() -> None:
+        scaler.scale(torch.ones(()))
+        for param in params:
+            param.grad = torch.full((4,), 3.0)
+        count.names.clear()
+        if way == "clip":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        if way == "step_and_update":
+            scaler.step_and_update(optimizer)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    with Count() as count:
+        use()
+        optimizer.step = lambda: None
+        use()
+    return count.names
+
+
+@pytest.mark.parametrize("way", ["step", "step_and_update"])
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("size", SIZES)
+def test_few_more_ops_than_torch(place: str, size: int, kind: str, way: str) -> None:
+    ours = ops_of(GradScaler("cpu", backend="aten"), size, kind, way)
+    theirs = ops_of(torch.amp.GradScaler("cpu"), size, kind)
+    assert len(ours) <= len(theirs) + MOST_MORE, ours
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("feature", ["track", "clip", "group"])
+def test_no_op_for_each_parameter(place: str, feature: str, kind: str, world: Any) -> None:
+    options: dict[str, Any] = {"track": {"track": "overflow"}, "group": {"process_group": world}}
+    way = "clip" if feature == "clip" else "step"
+    few, some, many = (
+        ops_of(GradScaler("cpu", backend="aten", **options.get(feature, {})), size, kind, way)
+        for size in SIZES
+    )
+    assert few == some == many
+
+
+DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_products_that_overflow_are_noticed(place: str, kind: str, bad: torch.dtype) -> None:
+    scaler = GradScaler("cpu", backend="aten", init_scale=0.5, allow_fp16=True)
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for dtype in (*DTYPES, bad)]
+    empty = torch.nn.Parameter(torch.ones(0))
+    scaler.scale(torch.ones(()))
+    for value in (1.0, torch.finfo(bad).max / 1.5):
+        optimizer = torch.optim.Adam([*params, empty], fused=True)
+        if kind == "plain":
+            optimizer = torch.optim.SGD([*params, empty])  # type: ignore[assignment]
+        for param in params:
+            param.grad = torch.ones_like(param).t().contiguous().t()
+        empty.grad = torch.ones(0)
+        params[-1].grad = torch.ones(3, 8, dtype=bad)[:, ::2]
+        params[-1].grad[2, 1] = value
+        scaler.step(optimizer)
+        # Fused optimizers divide in float32, or in float64.
+        wide = kind == "fused" and bad is torch.float16
+        assert scaler.step_skipped(optimizer) is (value > 1 and not wide)
+        scaler.update(0.5)
+
+
+def test_devices_say_whether_they_have_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        scalars.has_float64.cache_clear()
+        found = SimpleNamespace(has_fp64=has)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device, found=found: found)
+        assert scalars.has_float64(torch.device("xpu", 0)) is has
+    scalars.has_float64.cache_clear()
+    assert not scalars.has_float64(torch.device("mps"))
+    assert scalars.has_float64(torch.device("cpu"))
+
+
+RULES: dict[str, Limits] = {
+    "torch's": Limits(),
+    "limits": Limits(min_scale=4.0, max_scale=64.0),
+    "hysteresis": Limits(hysteresis=3),
+    "refills": Limits(min_scale=2.0, hysteresis=2, hysteresis_refill="finite_step"),
+    "policy": Limits(policy=LogMax(), max_scale=256.0),
+}
+
+
+@pytest.mark.parametrize("limits", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_updates_are_those_of_the_core(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, has_norm: bool
+) -> None:
+    monkeypatch.setattr(torch_ops, "_is_on_host", lambda tensor: False)
+    random = torch.Generator().manual_seed(1)
+
+    def state() -> tuple[Tensor, Tensor, Tensor]:
+        words = LossScale(limits).words_on(torch.device("cpu"))
+        return torch.tensor(16.0), torch.zeros((), dtype=torch.int32), words
+
+    ours, theirs = state(), state()
+    flags, interval = [0.0, 0.0, 0.0, 1.0, 2.0] + [core.SPIKE] * has_norm, 3
+    for step in range(1200):
+        interval = 2 if step % 50 == 0 else 3
+        flag, norm = flags[int(torch.randint(len(flags), (), generator=random))], float(step)
+        proposal = float(2 ** int(torch.randint(9, (), generator=random)))
+        for (scale, tracker, words), update in ((ours, torch_ops.update), (theirs, None)):
+            if limits.policy is not None and step % 3:
+                words[state_layout.PROPOSAL] = scalars.word_of(torch.tensor(proposal))
+            seen = torch.tensor(norm) if has_norm else None
+            fields = Update(scale, tracker, [torch.tensor(flag)], 2.0, 0.5, interval, words, seen)
+            assert update(fields, limits) if update is not None else compiled.update(fields)
+        assert_same(ours[:2], theirs[:2])
+        for *_, words in (ours, theirs):
+            words[state_layout.BEFORE : state_layout.MIN_SCALE] = 0
+        assert_same(ours[2], theirs[2])
+    assert ours[2][state_layout.GROWTHS] and ours[2][state_layout.BACKOFFS]
+
+
+class RefuseFloat64(TorchDispatchMode):
+    """A device without float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves((args, kwargs, found)):
+            dtype = each.dtype if isinstance(each, Tensor) else each
+            if dtype is torch.float64 or dtype is torch.complex128:
+                raise TypeError(f"{func} has a float64 tensor, which the device lacks")
+        return found
+
+
+@pytest.fixture
+def without_float64(monkeypatch: pytest.MonkeyPatch, place: str) -> Iterator[None]:
+    monkeypatch.setattr(scalars, "has_float64", lambda device: False)
+    with RefuseFloat64():
+        yield
+
+
+SCALERS: dict[str, Callable[[], GradScaler]] = {
+    "default": lambda: GradScaler("cpu", backend="aten"),
+    "track": lambda: GradScaler("cpu", backend="aten", track="overflow"),
+    "limits": lambda: GradScaler(
+        "cpu", backend="aten", min_scale=1.0, max_scale=2.0**20, hysteresis=2
+    ),
+    "skip_above": lambda: GradScaler("cpu", backend="aten", skip_above=Sigmas(2.0, 2)),
+    "LogMax": lambda: GradScaler("cpu", backend="aten", policy=LogMax()),
+    "guard": lambda: StepGuard("cpu", backend="aten"),
+}
+
+
+@pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS)
+@pytest.mark.parametrize("clips", [None, 2.0, math.inf, 3.0])
+def test_a_device_without_float64(
+    without_float64: None, make: Callable[[], GradScaler], clips: float | None
+) -> None:
+    scaler = make()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.name_parameters(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        value = math.inf if step == 3 else 1.0 + step
+        scaler.scale(model(torch.full((4, 3), value)).sum()).backward()
+        scaler.health(optimizer)
+        scaler.grad_norm(optimizer)
+        if clips is not None:
+            scaler.clip_grad_norm_(optimizer, 1.0, clips)
+        elif step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert scaler.step_skipped(optimizer) is (step == 3) or scaler.skip_above is not None
+        scaler.found_inf(optimizer)
+        scaler.skip_reason(optimizer)
+        scaler.update()
+    assert scaler.stats().steps == 5
+    assert len(scaler.history().step) == 5
+    if scaler._track:
+        assert scaler.overflow_report().step == 3
+    other = make()
+    other.load_state_dict(scaler.state_dict())
+    for each in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert each.get_scale() == scaler.get_scale()
+
+
+def test_functions_on_a_device_without_float64(
+    without_float64: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
+    grads, flag = [torch.ones(3), torch.ones(2, 2)], torch.zeros(())
+    functional.unscale_(grads, flag, torch.tensor(0.5))
+    functional.check_(grads, flag)
+    assert functional.grad_norm(grads).item() == pytest.approx(math.sqrt(7) / 2)
+    scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
+    functional.update_scale_(scale, tracker, flag, 2.0, 0.5, 1)
+    assert scale.item() == 16
+    params = [torch.nn.Parameter(torch.ones(3))]
+    params[0].grad = torch.ones(3)
+    functional.clip_grad_norm_(params, 1.0)
+    assert flag.item() == 0
