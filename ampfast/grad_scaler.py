@@ -356,7 +356,7 @@ class GradScaler(Passes):
                 if turn["stage"] is READY:
                     self._unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
-                    raise no_inf_checks()
+                    raise no_inf_checks(optimizer)
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")
@@ -928,7 +928,7 @@ class GradScaler(Passes):
             if turn["stage"] is READY:
                 self.unscale_(optimizer)
             if not turn["found_inf_per_device"]:
-                raise no_inf_checks()
+                raise no_inf_checks(optimizer)
             result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         turn["stage"] = STEPPED
         return result

@@ -6,12 +6,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
 from itertools import chain
 from types import MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from ampfast import fused_trial
 from ampfast.backends import core
@@ -69,14 +69,23 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
     return core.lacks_state(params, state, "momentum_buffer")
 
 
-def no_inf_checks() -> AssertionError:
-    """torch's error for an optimizer without a checked gradient, with a note on its reasons."""
-    return add_note(
-        AssertionError("No inf checks were recorded for this optimizer."),
-        "None of its parameters had a gradient: backward() was not called, came after unscale_(), "
-        "or zero_grad() ran in between; or no parameter requires one, the loss depends on none, "
-        "or an override of unscale_() recorded no check.",
-    )
+def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
+    """torch's error for an optimizer without a checked gradient, with a note on the reason."""
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"] if isinstance(param, Tensor)]
+    if not params:
+        why = "The optimizer has no parameters."
+    # Reading the gradient of a non-leaf tensor warns.
+    elif not any((p.is_leaf or p.retains_grad) and p.grad is not None for p in params):
+        frozen = sum(not param.requires_grad for param in params)
+        why = (
+            f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "
+            "not require one): backward() was not called, zero_grad() ran in between, or the "
+            "loss does not depend on them."
+        )
+    else:
+        why = "The gradients came after unscale_(), or an override of it recorded no check."
+    return add_note(AssertionError("No inf checks were recorded for this optimizer."), why)
 
 
 def explain(error: AttributeError, given: object, *needed: str) -> None:
@@ -128,9 +137,11 @@ class ByOptimizer(Generic[Value]):
 
 
 _STATEMENT, _HOOKS = "_step_supports_amp_scaling", "_optimizer_step_pre_hooks"
+_UNSAID = object()
 
 # By optimizer: its class and parameters when it was last judged, and the answer.
 _judged = ByOptimizer[tuple[list[Any], bool]]()
+_warned: set[tuple[Any, ...]] = set()
 
 
 def divides_by_itself(optimizer: Any) -> bool:
@@ -145,10 +156,14 @@ def divides_by_itself(optimizer: Any) -> bool:
         own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
     except AttributeError:
         own = {}
-    stated = own.get(_STATEMENT, getattr(type(optimizer), _STATEMENT, False))
-    if hasattr(type(stated), "__get__"):  # a slot, or a property, which may ask another optimizer
-        is_own = not isinstance(stated, property) or (_HOOKS in own and _is_alone(optimizer, own))
-        stated = is_own and getattr(optimizer, _STATEMENT, False)
+    stated = own.get(_STATEMENT, _UNSAID)
+    if stated is _UNSAID:
+        stated = getattr(type(optimizer), _STATEMENT, False)
+        if hasattr(type(stated), "__get__"):
+            is_own = _HOOKS in own and _is_alone(optimizer, own)
+            if isinstance(stated, property) and not is_own:
+                return False
+            stated = getattr(optimizer, _STATEMENT, False)
     if not stated:
         return False
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -212,9 +227,10 @@ def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
 
 def _has_right_kernels(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch's fused kernels, if the optimizer has these, are right for its parameters."""
-    has_masters = isinstance(optimizer, MasterWeights)
-    kind: Any = type(optimizer)
-    torchs = fused_trial.torchs_class(kind._master_weights_of if has_masters else kind)
+    has_masters, kind = False, type(optimizer)
+    if isinstance(optimizer, MasterWeights):
+        has_masters, kind = True, optimizer._master_weights_of
+    torchs = fused_trial.torchs_class(kind)
     if torchs is None:
         return True
     devices: dict[tuple[torch.dtype, str], torch.device] = {}
@@ -224,19 +240,17 @@ def _has_right_kernels(optimizer: torch.optim.Optimizer) -> bool:
             devices[dtype, param.device.type] = param.device
     is_right = True
     for (dtype, device_type), device in devices.items():
-        fault = None
-        with suppress(Exception):  # The optimizer's step raises it, too.
+        try:
             fault = fused_trial.fault_of(torchs, dtype, device)
+        except Exception:
+            continue  # so does the optimizer's step
         if fault is not None:
             is_right = False
-            _warn_once(
-                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
-                "trial has found: the scaler unscales and skips by itself, as for an optimizer "
-                "that is not fused. Make the optimizer with fused=False"
-            )
+            if (torchs, dtype, device_type) not in _warned:
+                _warned.add((torchs, dtype, device_type))
+                warn_caller(
+                    f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
+                    "trial has found: the scaler unscales and skips by itself, as for an "
+                    "optimizer that is not fused. Make the optimizer with fused=False"
+                )
     return is_right
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warn_caller(message)

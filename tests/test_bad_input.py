@@ -236,8 +236,8 @@ def _no_gradients() -> Any:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (_no_parameters, "no parameter requires one"),
-        (_no_gradients, "None of its parameters had a gradient: backward() was not called"),
+        (_no_parameters, "The optimizer has no parameters."),
+        (_no_gradients, "None of the optimizer's 3 parameters has a gradient (1 of them do not "),
     ],
     ids=["no_parameters", "no_gradients"],
 )
@@ -249,6 +249,23 @@ def test_no_inf_checks_gives_a_reason(make: Any, why: str, unscaled: bool) -> No
         scaler.step(optimizer)
     assert str(caught.value) == "No inf checks were recorded for this optimizer."
     assert why in notes(caught.value)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_gradients_that_came_after_the_check_are_named(leaf: bool) -> None:
+    late = torch.ones(2, requires_grad=True) * 2
+    late.retain_grad()
+    if leaf:
+        late = torch.nn.Parameter(torch.ones(2))
+    scaler = started()
+    optimizer = types.SimpleNamespace(
+        param_groups=[{"params": [torch.nn.Parameter(torch.ones(2)), late]}], step=lambda: None
+    )
+    scaler.unscale_(optimizer)
+    late.grad = torch.ones(2)
+    with pytest.raises(AssertionError, match="No inf checks") as caught:
+        scaler.step(optimizer)
+    assert "came after unscale_()" in notes(caught.value)
 
 
 # Errors before the first write
@@ -301,6 +318,18 @@ def test_a_forgotten_update_is_named(call: str) -> None:
     with pytest.raises(RuntimeError, match="has already been called") as caught:
         getattr(scaler, call)(optimizer)
     assert "update()" in notes(caught.value)
+
+
+def test_the_note_on_missing_checks_survives_non_tensors() -> None:
+    scaler = started()
+    groups = [{"params": []}]
+    optimizer = types.SimpleNamespace(param_groups=groups, step=lambda: None)
+    scaler.unscale_(optimizer)
+    groups[0]["params"] = [5, torch.ones(2, requires_grad=True) * 2]
+    with warnings.catch_warnings(), pytest.raises(AssertionError, match="No inf checks") as caught:
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+    assert "None of the optimizer's 1 parameters" in notes(caught.value)
 
 
 # Queries of an optimizer

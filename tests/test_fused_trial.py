@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_warnings_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizers._warn_once.cache_clear()
+    monkeypatch.setattr(optimizers, "_warned", set())
     monkeypatch.setattr(fused_trial, "_faults", {})
 
 
