@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import sys
+from importlib.util import find_spec
 
 import ampfast
 
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
     )
     behind.add_argument(
-        "--plot", metavar="FILE", help="draw losses, scales and times, with matplotlib"
+        "--plot", type=_picture, metavar="FILE", help="draw losses, scales and times, by matplotlib"
     )
 
     commands.add_parser(
@@ -47,10 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="your training script with ampfast's scaler in place of torch's",
         usage="python -m ampfast run [--clip] [-m] SCRIPT [ARGS...]",
         description="Runs a script, or a folder or zip file, as python does, unedited, with "
-        "ampfast.patch() in force. At the end it prints a line: steps, skipped ones, "
-        "final scale, the scaler's own time and its share of a step. For several "
-        "ranks torchrun starts it, and rank 0 prints the line: torchrun "
-        "--nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
+        "ampfast.patch() in force. At the end it prints a line: steps, skipped ones, final scale, "
+        "the scaler's own time and its share of a step. For several ranks torchrun starts it, and "
+        "rank 0 prints the line: torchrun --nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
     )
     run.add_argument(
         "--clip",
@@ -67,13 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="your training script with torch's scaler and with ampfast's, side by side",
         usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT [ARGS...]",
         description="Runs a script three times, unedited, each time in a process of its own: with "
-        "torch's scaler, with ampfast's, and with torch's again, which tells whether "
-        "the script repeats itself. Prints the times of the scalers, and whether "
-        "losses, scales, skipped steps and the final weights are equal bit for bit. "
-        "What the script prints is not shown, unless it fails: its last lines. The "
-        "runs share the folder: a script that resumes from its checkpoints does not "
-        "repeat itself. For several ranks torchrun starts it, and the report is of "
-        "rank 0: torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
+        "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
+        "repeats itself. Prints the times of the scalers, and whether losses, scales, skipped "
+        "steps and the final weights are equal bit for bit; of what the script prints, the last "
+        "lines if it fails. The runs share the folder: a script that resumes from its checkpoints "
+        "does not repeat itself. For several ranks torchrun starts it, and the report is of rank "
+        "0: torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
         epilog="The options may follow ARGS, too; what follows a -- is all the script's. Exit "
         "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
         "nothing to compare.",
@@ -121,6 +120,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return int(text)
+
+
+def _picture(path: str) -> str:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+    if not os.access(os.path.dirname(path) or ".", os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}")
+    return path
 
 
 if __name__ == "__main__":

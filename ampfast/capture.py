@@ -42,15 +42,11 @@ def require_skippable(optimizer: torch.optim.Optimizer) -> None:
     ]
     _capturing_graph(device for _, device, _ in used)
     name = type(optimizer).__name__
-    if not all(group.get("capturable", True) for group in optimizer.param_groups):
-        raise RuntimeError(
-            f"a CUDA graph cannot capture a step of {name} with capturable=False: "
-            "make it with capturable=True"
-        )
     if any(getattr(s["step"], "device", None) != at for _, at, s in used if "step" in s):
         raise RuntimeError(
             f"a CUDA graph cannot capture a step of {name}, which counts steps on the host, where "
-            "no replay counts: call scaler.step and update outside of the graph"
+            "no replay counts: make it with capturable=True if it has that argument, else call "
+            "scaler.step and update outside of the graph"
         )
     if any(_lacks_state(optimizer, group, state) for group, _, state in used):
         raise RuntimeError(

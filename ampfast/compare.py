@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -11,13 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ampfast.run import NEVER_UPDATED
+from ampfast.report import figure_of
 
 SCHEMA = 2
 # Updates of the second run with torch's scaler, which tells whether torch's repeats itself.
@@ -36,8 +35,6 @@ _UNSEEN_END = (
     "ended without Python's exit, as by os._exit() or os.execv(): its scalers were not recorded "
     "(--steps N ends it before)"
 )
-_DISABLED = "has a gradient scaler that is disabled, by enabled=False or for want of CUDA"
-_NO_UPDATE = "never calls update() of its gradient scaler: there is no step to compare"
 _IS_OURS = "uses ampfast's scaler by itself: compare wants a program with torch's"
 _UNSEEDED = "the program does not repeat itself (does it set its seeds?)."
 _NAN = "torch's became NaN, ampfast's did not"
@@ -50,6 +47,9 @@ _NAN_VERDICTS = {
     "different": f"They differ because {_NAN}.",
     "not repeatable": "Only the NaN does: fused SGD reads uninitialised memory after an overflow.",
 }
+
+# What one scaler did, as `run` writes it.
+_Record = dict[str, Any]
 
 
 class _CannotCompareError(Exception):
@@ -78,109 +78,98 @@ def run(
         The exit code: 0 if both are equal or torch's does not repeat itself, 1 if they differ, 2
         if they cannot be compared.
     """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        print("ampfast compare: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
-    if plot is not None and not os.access(Path(plot).parent, os.W_OK):
-        print(f"ampfast compare: --plot cannot write {plot}", file=sys.stderr)
-        return 2
     called = [*(["-m"] if is_module else []), program, *arguments]
     try:
         with tempfile.TemporaryFile() as given:
             _keep_input(given)
-            theirs, ours = (_records(called, number, steps, given) for number in (1, 2))
-            # Where one of several threads ends the run, the other ones are somewhere.
-            is_cut = steps is not None and _has_threads(theirs, ours)
-            ours = _matched(theirs, ours, is_cut)
-            differences, found = _differences(theirs, ours, is_cut)
-            is_equal = not found and (is_cut or _steps(theirs) == _steps(ours))
-            longest = max(_steps(theirs))
-            # All ranks must end at the same step.
-            is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-            short = min(longest, max([_SHORT, *found])) if is_alone else longest
-            is_short = short < longest
-            stop = short if is_short else steps
-            # Before torch's, so that each has had an even and an odd place among the runs. What
-            # one rank finds, the other ones do not know.
-            is_enough = is_equal and is_alone
-            ours_again = ours if is_enough else _records(called, 4, stop, given)
-            again = _records(called, 3, stop, given)
-        is_short = is_short or is_cut
-        again, ours_again = (
-            _matched(one, other, is_short) for one, other in ((theirs, again), (ours, ours_again))
-        )
+            facts, theirs, ours = _compared(called, steps, given)
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
-    (_, broken), (_, ours_broken) = (
-        _differences(one, other, is_short) for one, other in ((theirs, again), (ours, ours_again))
-    )
-    first = min(found, default=longest)
-    is_broken = min([*broken, *ours_broken], default=longest + 1) <= first
-    verdict = "equal" if is_equal else "not repeatable" if is_broken else "different"
-    facts: dict[str, Any] = {
-        "schema": SCHEMA,
-        "program": called,
-        "verdict": verdict,
-        "are_weights_compared": not is_cut,
-        "torch_again": {"steps": short, "first_difference": min(broken, default=None)},
-        "ampfast_again": None if is_equal else min(ours_broken, default=None),
-        "scalers": [
-            {
-                "torch": _short(a),
-                "ampfast": _short(b),
-                "again": _short(c),
-                "first_differences": each,
-            }
-            for a, b, c, each in zip(theirs, ours, again, differences, strict=False)
-        ],
-    }
-    facts["noise"] = _noise(facts["scalers"])
     if _is_first():
         print(json.dumps(facts, indent=2) if as_json else describe(facts))
         if plot is not None:
             _draw(theirs, ours, plot)
-    return int(verdict == "different")
+    return int(facts["verdict"] == "different")
 
 
-def _short(record: dict[str, Any]) -> dict[str, Any]:
-    facts = {name: value for name, value in record.items() if name not in ("times", "values")}
+def _compared(
+    called: list[str], steps: int | None, given: IO[bytes]
+) -> tuple[dict[str, Any], list[_Record], list[_Record]]:
+    """Runs the program; returns what is printed, and the first runs of each scaler."""
+    theirs, ours = (_records(called, number, steps, given) for number in (1, 2))
+    # Where one of several threads ends the run, the other ones are somewhere.
+    is_cut = steps is not None and _has_threads(theirs, ours)
+    is_whole = is_cut or len(ours) == len(theirs)
+    ours = _matched(theirs, ours, is_cut)
+    differences = _differences(theirs, ours, is_cut)
+    first = _first(differences)
+    longest = max(record["steps"] for record in theirs)
+    # All ranks must end at the same step, and one does not know what another found.
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    short = min(longest, max(_SHORT, first or 0)) if is_alone else longest
+    stop, is_short = (short, True) if short < longest else (steps, is_cut)
+    is_equal = is_whole and first is None
+    ours_again = ours
+    if not (is_equal and is_alone):
+        # Before torch's, so that each has had an even and an odd place among the runs.
+        ours_again = _matched(ours, _records(called, 4, stop, given), is_short)
+    again = _matched(theirs, _records(called, 3, stop, given), is_short)
+    broken, ours_broken = (
+        _first(_differences(one, other, is_short))
+        for one, other in ((theirs, again), (ours, ours_again))
+    )
+    is_broken = min(broken or math.inf, ours_broken or math.inf) <= (first or longest)
+    scalers = [
+        {"torch": _short(a), "ampfast": _short(b), "again": _short(c), "first_differences": each}
+        for a, b, c, each in zip(theirs, ours, again, differences, strict=False)
+    ]
+    facts = {
+        "schema": SCHEMA,
+        "program": called,
+        "verdict": "equal" if is_equal else "not repeatable" if is_broken else "different",
+        "are_weights_compared": not is_cut,
+        "torch_again": {"steps": short, "first_difference": broken},
+        "ampfast_again": None if is_equal else ours_broken,
+        "scalers": scalers,
+        "noise": _noise(scalers),
+    }
+    return facts, theirs, ours
+
+
+def _short(record: _Record) -> _Record:
+    left_out = ("told", "times", "values")
+    facts = {name: value for name, value in record.items() if name not in left_out}
     return {**facts, "losses": len(record["values"]["losses"])}
 
 
-def _steps(records: list[dict[str, Any]]) -> list[int]:
-    return [record["steps"] for record in records]
-
-
-def _has_threads(*runs: list[dict[str, Any]]) -> bool:
+def _has_threads(*runs: list[_Record]) -> bool:
     return any(len({thread for one in run for thread in one["threads"]}) > 1 for run in runs)
 
 
-def _matched(
-    theirs: list[dict[str, Any]], others: list[dict[str, Any]], is_short: bool
-) -> list[dict[str, Any]]:
+def _matched(theirs: list[_Record], others: list[_Record], is_short: bool) -> list[_Record]:
     """Puts the scalers of another run in the order of these, as threads may start in any order.
 
     Each comes to the place of the one with which it agrees longest. In a short run a scaler may
     not have begun: its place gets the record that is there.
     """
-    found_at = dict(enumerate(others))
-    is_whole = is_short or len(others) == len(theirs)
-    if is_whole and _has_threads(theirs, others) and _differences(theirs, others, is_short)[1]:
-        pairs = []
-        for i, one in enumerate(theirs):
-            for j, other in enumerate(others):
-                [found], _ = _differences([one], [other], is_short)
-                steps = [step for name, (step, *_) in found.items() if name != "weights"]
-                pairs.append((-min(steps, default=math.inf), abs(i - j), i, j))
-        left = found_at
-        found_at = {}
-        for _, _, i, j in sorted(pairs):
-            if i not in found_at and j in left:
-                found_at[i] = left.pop(j)
-    if is_short:
-        return [found_at.get(i, one) for i, one in enumerate(theirs)]
-    return [found_at[i] for i in sorted(found_at)]
+    pairs = [(i, i) for i in range(min(len(theirs), len(others)))]
+    if (is_short or len(others) == len(theirs)) and _has_threads(theirs, others):
+
+        def agreement(pair: tuple[int, int]) -> float:
+            i, j = pair
+            return _first(_differences([theirs[i]], [others[j]], is_short)) or math.inf
+
+        pairs = sorted(product(range(len(theirs)), range(len(others))), key=agreement, reverse=True)
+    places: dict[int, int] = {}
+    for i, j in pairs:
+        if i not in places and j not in places.values():
+            places[i] = j
+    return [
+        others[places[i]] if i in places else one
+        for i, one in enumerate(theirs)
+        if i in places or is_short
+    ]
 
 
 def _keep_input(file: IO[bytes]) -> None:
@@ -199,9 +188,7 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _records(
-    called: list[str], number: int, stop: int | None, given: IO[bytes]
-) -> list[dict[str, Any]]:
+def _records(called: list[str], number: int, stop: int | None, given: IO[bytes]) -> list[_Record]:
     """Runs the program in a process of its own; returns what its scalers did.
 
     Even numbers are runs with ampfast's scaler, odd ones with torch's.
@@ -228,22 +215,19 @@ def _records(
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
-        is_recorded = file.exists()
-        records: list[dict[str, Any]] = json.loads(file.read_text()) if is_recorded else []
-        tail = log.read_text(errors="replace").splitlines()[-30:]
+        if code != 0:
+            start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
+            tail = log.read_text(errors="replace").splitlines()[-30:]
+            raise _CannotCompareError("\n".join([start, *tail]))
+        if not file.exists():
+            raise _CannotCompareError(_UNSEEN_END)
+        records: list[_Record] = json.loads(file.read_text())
     updated = [record for record in records if record["steps"]]
-    is_enabled = any(record["is_enabled"] for record in records)
-    if code != 0:
-        start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
-        tail += [f"ampfast: {NEVER_UPDATED}"] if is_enabled and not updated else []
-        raise _CannotCompareError("\n".join([start, *tail]))
-    if not is_recorded:
-        raise _CannotCompareError(_UNSEEN_END)
     if not is_ours and any(record["is_ampfast"] for record in records):
         raise _CannotCompareError(_IS_OURS)
     if not updated:
         raise _CannotCompareError(
-            _NO_SCALER if not records else _NO_UPDATE if is_enabled else _DISABLED
+            f"has nothing to compare: {records[0]['told']}" if records else _NO_SCALER
         )
     return updated
 
@@ -261,26 +245,31 @@ def _own_store(number: int) -> dict[str, str]:
 
 
 def _differences(
-    theirs: list[dict[str, Any]], ours: list[dict[str, Any]], is_short: bool = False
-) -> tuple[list[dict[str, tuple[int, str, str]]], list[int]]:
-    """By scaler and kind of value: the first step that differs, and both values; all such steps.
+    theirs: list[_Record], ours: list[_Record], is_short: bool
+) -> list[dict[str, tuple[int, str, str]]]:
+    """By scaler and kind of value: the first step that differs, and both values.
 
-    Of a short second run, whatever it has is compared, but not the weights at its end.
+    Of a short run, whatever it has is compared, but not the weights at its end.
     """
     found: list[dict[str, tuple[int, str, str]]] = [{} for _ in theirs]
-    for first, a, b in zip(found, theirs, ours, strict=False):
+    together = zip if is_short else zip_longest
+    for differing, a, b in zip(found, theirs, ours, strict=False):
         for name, values in a["values"].items():
             if is_short and name == "weights":
                 continue
-            others = b["values"][name]
-            for pairs in (zip if is_short else zip_longest)(values, others):
+            for pairs in together(values, b["values"][name]):
                 # By their digits, since -0.0 == 0.0 and NaN != NaN.
                 if repr(pairs[0]) != repr(pairs[1]):
                     step = min(pair[0] for pair in pairs if pair is not None)
                     told = [repr(p[1]) if p is not None and p[0] == step else "none" for p in pairs]
-                    first[name] = (step + 1, *told)
+                    differing[name] = (step + 1, *told)
                     break
-    return found, [step for first in found for step, *_ in first.values()]
+    return found
+
+
+def _first(differences: list[dict[str, tuple[int, str, str]]]) -> int | None:
+    """The first step that differs."""
+    return min((step for one in differences for step, *_ in one.values()), default=None)
 
 
 def _noise(scalers: list[dict[str, Any]]) -> float:
@@ -318,11 +307,7 @@ def describe(facts: dict[str, Any]) -> str:
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
     steps, step = facts["torch_again"].values()
-    told = (
-        "equals the first."
-        if step is None
-        else f"differs from the first at step {step}: {_UNSEEDED}"
-    )
+    told = f"differs from the first at step {step}: {_UNSEEDED}" if step else "equals the first."
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
     if facts["ampfast_again"] is not None:
         lines.append(f"One with ampfast's differs from its first at step {facts['ampfast_again']}.")
@@ -351,7 +336,7 @@ def _apart(name: str, step: int, a: str, b: str) -> str:
     return text if b == "nan" else f"{text}, apart by {abs(float(a) - float(b)):.3g}"
 
 
-def _table(theirs: dict[str, Any], ours: dict[str, Any], again: str, tells: bool) -> list[str]:
+def _table(theirs: _Record, ours: _Record, again: str, tells: bool) -> list[str]:
     rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
     times, others = theirs["medians"], ours["medians"]
     for name, title, unit, note in (
@@ -373,10 +358,8 @@ def _table(theirs: dict[str, Any], ours: dict[str, Any], again: str, tells: bool
     return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
 
 
-def _draw(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], path: str) -> None:
+def _draw(theirs: list[_Record], ours: list[_Record], path: str) -> None:
     """Draws losses, scales and times of both runs, with a column for each scaler."""
-    from ampfast.report import figure_of
-
     count = min(len(theirs), len(ours))
     figure = figure_of(6 * count, 8)
     panels = figure.subplots(3, count, sharex="col", squeeze=False)

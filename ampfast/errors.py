@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -44,6 +44,12 @@ def float_of(name: str, value: object, others: str = "", least: int | None = Non
     if least is not None and not number >= least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def require_one_of(name: str, value: object, names: Sequence[str]) -> None:
+    """Raises ValueError unless a value is one of these names."""
+    if value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 def refuse_differentiable(groups: list[dict[str, Any]], what_does: str, where: str = "") -> None:

@@ -41,8 +41,8 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
     """
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    if not _run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf)):
-        _run_op(torch.ops.ampfast.unscale_, grads, found_inf, inv_scale)
+    work = Pass(True, Factor.TIMES, inv_scale, found_inf)
+    _run(torch.ops.ampfast.unscale_, work, grads, found_inf, inv_scale)
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
@@ -57,10 +57,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         RuntimeError: As `unscale_`.
     """
     _require_scalars(found_inf=found_inf)
-    if _run(grads, Pass(False, Factor.NONE, found_inf=found_inf)):
-        torch.autograd.graph.increment_version(found_inf)
-    else:
-        _run_op(torch.ops.ampfast.check_, grads, found_inf)
+    _run(torch.ops.ampfast.check_, Pass(False, Factor.NONE, None, found_inf), grads, found_inf)
 
 
 def grad_norm(
@@ -120,10 +117,18 @@ def update_scale_(
 
     Source: torch's `_amp_update_scale_`; here a tracker beyond the interval grows, too.
     """
-    state = (current_scale, growth_tracker)
-    rule = (growth_factor, backoff_factor, growth_interval)
-    _require_state(state, found_inf, rule)
-    torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
+    tensors = {"current_scale": current_scale, "growth_tracker": growth_tracker}
+    _require_scalars(**tensors, found_inf=found_inf)
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    for name, factor in factors.items():
+        if not isinstance(factor, (int, float)):
+            raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
+    if not isinstance(growth_interval, (int, torch.SymInt)) or isinstance(growth_interval, bool):
+        raise TypeError(f"growth_interval must be an int, got {type(growth_interval).__name__}")
+    torch.ops.ampfast.update_scale_(
+        *(current_scale, growth_tracker, found_inf),
+        *(growth_factor, backoff_factor, growth_interval),
+    )
     return current_scale
 
 
@@ -189,28 +194,21 @@ def _grad_norm(
     return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
-def _run(grads: list[Tensor], work: Pass) -> bool:
-    """Runs a pass by kernels that take the list directly; False, with nothing done, for the op.
+def _run(op: Any, work: Pass, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
+    """Runs a pass by kernels if they take the list as it is, else by a custom op.
 
-    Converting a list for an op takes longer than the kernel for a thousand small tensors.
+    Converting a list for an op takes longer than the kernel for a thousand small tensors. After the
+    op ranks agree on the flag if a gradient is distributed.
     """
-    found_inf, factor = work.found_inf, work.factor
-    if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)) or found_inf is None:
-        return False
-    kernels = backends.choose().kernels_for(found_inf.device)
-    if kernels is backends.TORCH_OPS or not core.is_scalar(found_inf, torch.float32):
-        return False
-    if factor is not None and not core.is_scalar(factor, torch.float32):
-        return False
-    listed = core.list_of(grads, found_inf.device)
-    if listed is None:
-        return False
-    kernels.run(listed, work)
-    return True
-
-
-def _run_op(op: Any, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
-    """Calls a custom op; ranks agree on the flag if a gradient is distributed."""
+    if not torch.compiler.is_compiling() and isinstance(grads, (list, tuple)):
+        kernels = backends.choose().kernels_for(found_inf.device)
+        are_plain = all(core.is_scalar(each, torch.float32) for each in (found_inf, *factor))
+        listed = core.list_of(grads, found_inf.device) if are_plain else None
+        if listed is not None and kernels is not backends.TORCH_OPS:
+            kernels.run(listed, work)
+            if not work.write:
+                torch.autograd.graph.increment_version(found_inf)
+            return
     tensors, shards = _local(grads, found_inf)
     op(tensors, found_inf, *factor)
     if shards is not None:
@@ -239,18 +237,6 @@ def _local(
     local = [shards(grad, grad, number) for number, grad in enumerate(grads)]
     tensors = [grad if shard is None else shard for grad, shard in zip(grads, local, strict=True)]
     return tensors, shards if shards.layouts else None
-
-
-def _require_state(
-    state: tuple[Tensor, Tensor], found_inf: Tensor, rule: tuple[float, float, int]
-) -> None:
-    _require_scalars(current_scale=state[0], growth_tracker=state[1], found_inf=found_inf)
-    for name, factor in zip(("growth_factor", "backoff_factor"), rule, strict=False):
-        if not isinstance(factor, (int, float)):
-            raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
-    interval = rule[2]
-    if not isinstance(interval, (int, torch.SymInt)) or isinstance(interval, bool):
-        raise TypeError(f"growth_interval must be an int, got {type(interval).__name__}")
 
 
 def _require_scalars(**named: Tensor) -> None:

@@ -16,7 +16,7 @@ from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.capture import is_capturing, refuse_capture
-from ampfast.errors import float_of, warn_caller
+from ampfast.errors import float_of, require_one_of, warn_caller
 from ampfast.policies import (
     NO_AVERAGES,
     Follower,
@@ -26,8 +26,6 @@ from ampfast.policies import (
 )
 from ampfast.report import History, ScalerStats
 
-_ON_MIN_SCALE = ("ignore", "warn", "raise")
-_REFILLS = ("growth", "finite_step")
 _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
 
 
@@ -60,11 +58,7 @@ class Limits:
             raise TypeError(f"hysteresis must be an int, got {type(self.hysteresis).__name__}")
         if not 1 <= self.hysteresis < 2**31:
             raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
-        if self.hysteresis_refill not in _REFILLS:
-            raise ValueError(
-                f"hysteresis_refill must be one of {', '.join(_REFILLS)}, "
-                f"got {self.hysteresis_refill!r}"
-            )
+        require_one_of("hysteresis_refill", self.hysteresis_refill, ("growth", "finite_step"))
         if isinstance(given, LogMax) and self.hysteresis > 1:
             raise ValueError("LogMax takes no hysteresis: its scale backs off at every overflow")
 
@@ -138,10 +132,7 @@ class LossScale:
     """
 
     def __init__(self, limits: Limits, on_min_scale: str = "ignore") -> None:
-        if on_min_scale not in _ON_MIN_SCALE:
-            raise ValueError(
-                f"on_min_scale must be one of {', '.join(_ON_MIN_SCALE)}, got {on_min_scale!r}"
-            )
+        require_one_of("on_min_scale", on_min_scale, ("ignore", "warn", "raise"))
         if on_min_scale != "ignore" and limits.min_scale is None:
             raise ValueError(f"on_min_scale={on_min_scale!r} needs a min_scale")
         self.limits = limits
@@ -161,10 +152,8 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         # The tracker counts down, as Megatron-LM's.
-        tracker = {"hysteresis_tracker": self.hysteresis_tracker()}
-        if self.follower is None:
-            return {**self.limits.settings(), **tracker}
-        return {**self.limits.settings(), **tracker, "averages": self.follower.averages()}
+        state = {**self.limits.settings(), "hysteresis_tracker": self.hysteresis_tracker()}
+        return state if self.follower is None else {**state, "averages": self.follower.averages()}
 
     def require_loadable(self, state_dict: dict[str, Any]) -> tuple[int, list[float]]:
         """Returns the arguments of `load` for a scaler's checkpoint.

@@ -444,21 +444,15 @@ def _run_hooks(
 
 def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
     """Refuses what is no master weight of a parameter."""
-    if not isinstance(weight, Tensor):
-        found = f"no shape: {weight!r}"
-    elif weight.shape != param.shape:
-        found = f"shape {tuple(weight.shape)}"
-    elif (
-        (weight.is_meta and not param.is_meta)
-        or weight.layout is not torch.strided
-        or not weight.is_floating_point()
-    ):
-        found = f"dtype {weight.dtype} and layout {weight.layout} on {weight.device}"
-    else:
-        return
+    found = repr(weight)
+    if isinstance(weight, Tensor):
+        is_dense = weight.layout is torch.strided and weight.is_floating_point()
+        if is_dense and weight.shape == param.shape and (param.is_meta or not weight.is_meta):
+            return
+        found = f"{weight.layout} of {weight.dtype} on {weight.device}, {tuple(weight.shape)}"
     raise ValueError(
-        f"the master weight of parameter {index} has {found}, and the parameter "
-        f"{tuple(param.shape)}: it must be a dense float32 tensor of that shape"
+        f"the master weight of parameter {index} is {found}, and must be a dense float32 tensor of "
+        f"the parameter's shape {tuple(param.shape)}"
     )
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -223,23 +224,11 @@ def _deprecated(torch_class: Any, device: str) -> Any:
         __init__ = torch_class.__base__.__init__  # takes a device, as ampfast's passes one
 
     class GradScaler(grad_scaler.GradScaler, TorchBase, metaclass=_StandIn):
-        @deprecated(torch_class.__init__.__deprecated__, category=FutureWarning)
-        def __init__(
-            self,
-            init_scale: float = 2.0**16,
-            growth_factor: float = 2.0,
-            backoff_factor: float = 0.5,
-            growth_interval: int = 2000,
-            enabled: bool = True,
-            **ours: Any,
-        ) -> None:
-            if "device" in ours:
-                raise TypeError("GradScaler.__init__() got an unexpected keyword argument 'device'")
-            torchs = (init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        @deprecated(torch_class.__init__.__deprecated__, category=FutureWarning)  # type: ignore[misc]
+        @wraps(torch_class.__init__.__wrapped__)
+        def __init__(self, *torchs: Any, **ours: Any) -> None:
             super().__init__(device, *torchs, **ours)
 
-    # For the name in Python's error messages.
-    GradScaler.__init__.__wrapped__.__qualname__ = "GradScaler.__init__"  # type: ignore[attr-defined]
     return GradScaler
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import ampfast
 from ampfast.watch import Record, Watch
 
-NEVER_UPDATED = "the gradient scaler was never updated: its update() was not called"
+# Files whose frames come before the program's own in a traceback.
+_OUTER = (__file__, runpy.run_module.__code__.co_filename)
 # Scalers that are described.
 _MOST = 4
 # Seconds that a program has for its end, after the asked number of steps.
@@ -30,9 +31,6 @@ _NOTEBOOK = (
     "is a notebook, which Python does not run: call ampfast.patch() in its first cell, or run "
     "what `jupyter nbconvert --to script` makes of it"
 )
-
-# Files whose frames come before the program's own in a traceback.
-_OUTER = (__file__, runpy.run_module.__code__.co_filename)
 
 
 class _Ended(SystemExit):
@@ -87,47 +85,30 @@ def run(
         The exit code 0; 2 without such a script. Exceptions are the program's own.
     """
     path = os.path.abspath(program)
-    # None for a plain script.
-    importer: Any = None if is_module else pkgutil.get_importer(path)
-    spec = None if importer is None else importer.find_spec("__main__")
-    is_there = is_module or spec is not None or (importer is None and os.path.isfile(path))
-    if not is_there or (program.endswith(".ipynb") and not is_module):
-        told = f"{program!r} {_NOTEBOOK}" if is_there else f"there is no script {program!r}"
-        print(f"ampfast: {told}", file=sys.stderr)
+    fault = None if is_module else _fault_of(program)
+    if fault is not None:
+        print(f"ampfast: {fault}", file=sys.stderr)
         return 2
     # ampfast's classes, and torch's, from which they derive.
     kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
     if not keep_torch:
         patch_with_children(clip)
-    process, failed, is_over = os.getpid(), False, False
+    process, failed, is_over = os.getpid(), False, threading.Event()
 
     def finish() -> None:
-        records = list(watch.records.values())
-        if os.getpid() != process or is_over:
-            return  # in a fork of the program's; or a second time
-        if record is not None:
-            weights = watch.weights()
-            Path(record).write_text(json.dumps([_facts(one, weights) for one in records]))
-        elif os.environ.get("RANK", "0") == "0":
-            for number, one in enumerate(records[:_MOST], start=1):
-                which = f" scaler {number}:" if len(records) > 1 else ""
-                print(f"ampfast:{which} {describe(one)}", file=sys.stderr)
-            if len(records) > _MOST:
-                more = f"{len(records) - _MOST} more scalers: is one made in every step?"
-                print(f"ampfast: {more}", file=sys.stderr)
-            if not records and not failed:
-                print(f"ampfast: {_NO_SCALER}", file=sys.stderr)
+        # Neither in a fork of the program's, nor a second time.
+        if os.getpid() == process and not is_over.is_set():
+            _report(watch, record, failed)
 
     def ended(one: Record) -> None:
-        nonlocal is_over
-        if one.steps == stop and not is_over:
+        if one.steps == stop and not is_over.is_set():
             finish()
-            is_over = True
+            is_over.set()
             # Where the exception is caught, or a thread or an exit function lasts.
             last = threading.Timer(_PATIENCE, os._exit, [0])
             last.daemon = True
             last.start()
-        if is_over:
+        if is_over.is_set():
             raise _Ended(0)
 
     watch = Watch(*kinds, keeps_values=record is not None, ended=ended)
@@ -135,26 +116,9 @@ def run(
     atexit.register(finish)
     sys.argv = [program, *arguments]
     try:
-        if is_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-            return 0
-        # Not runpy.run_path, which takes __main__ away again before exit functions run.
-        main = sys.modules["__main__"] = ModuleType("__main__")
-        vars(main).update(__file__=path, __builtins__=builtins, __cached__=None)
-        folder = os.path.dirname(os.path.realpath(program))
-        if spec is None:
-            with io.open_code(path) as source:
-                code = compile(source.read(), path, "exec")
-        else:
-            code, folder = spec.loader.get_code("__main__"), path
-            vars(main).update(__file__=spec.origin, __spec__=spec, __package__="")
-        if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = folder
-        elif spec is not None:
-            sys.path.insert(0, folder)
-        exec(code, vars(main))
+        _execute(program, path, is_module)
     except BaseException as error:
-        if is_over:
+        if is_over.is_set():
             return 0
         failed = not isinstance(error, SystemExit) or bool(error.code)
         trace = error.__traceback__
@@ -166,13 +130,55 @@ def run(
     return 0
 
 
+def _fault_of(program: str) -> str | None:
+    if not os.path.exists(program):
+        return f"there is no script {program!r}"
+    return f"{program!r} {_NOTEBOOK}" if program.endswith(".ipynb") else None
+
+
+def _execute(program: str, path: str, is_module: bool) -> None:
+    """Runs the program as `__main__`, also of the functions that run at exit."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    is_safe = getattr(sys.flags, "safe_path", False)  # -P: the first place is no program's
+    if is_module:
+        runpy._run_module_as_main(program)  # type: ignore[attr-defined]
+    elif pkgutil.get_importer(path) is not None:  # a folder or zip file
+        sys.path[: not is_safe] = [path]
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        if not is_safe:
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        vars(main).update(__file__=path, __cached__=None)
+        with io.open_code(path) as source:
+            code = compile(source.read(), path, "exec")
+        exec(code, vars(main))
+
+
+def _report(watch: Watch, file: str | None, failed: bool) -> None:
+    """Writes the records to a file, or prints a line for each."""
+    records = list(watch.records.values())
+    if file is not None:
+        weights = watch.weights()
+        Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
+    elif os.environ.get("RANK", "0") == "0":
+        lines = [describe(one) for one in records[:_MOST]]
+        lines += [] if records or failed else [_NO_SCALER]
+        for number, line in enumerate(lines, start=1):
+            which = f" scaler {number}:" if len(records) > 1 else ""
+            print(f"ampfast:{which} {line}", file=sys.stderr)
+        if len(records) > _MOST:
+            more = f"{len(records) - _MOST} more scalers: is one made in every step?"
+            print(f"ampfast: {more}", file=sys.stderr)
+
+
 def describe(record: Record) -> str:
     """Returns a sentence about a scaler."""
     scaler, found = record.scaler, record.medians()
     if not scaler._enabled:
         return "the gradient scaler is disabled, by enabled=False or for want of CUDA"
     if not record.steps:
-        return NEVER_UPDATED
+        return "the gradient scaler was never updated: its update() was not called"
     is_ours = isinstance(scaler, ampfast.GradScaler)
     skipped = f"{scaler.stats().skipped} skipped" if is_ours else "of torch's class, not ampfast's"
     text = f"{record.steps} steps, {skipped}, final scale {scaler.get_scale():.15g}; "
@@ -183,13 +189,10 @@ def describe(record: Record) -> str:
 def _facts(record: Record, weights: int) -> dict[str, Any]:
     record.flush()
     record.values["weights"] = [(record.steps - 1, weights)]
-    scaler = record.scaler
-    scale = getattr(scaler, "_scale", None)  # a disabled one has none
     return {
-        "is_ampfast": isinstance(scaler, ampfast.GradScaler),
-        "is_enabled": scaler._enabled,
-        "device": None if scale is None else str(scale.device),
-        "final_scale": scaler.get_scale(),
+        "told": describe(record),
+        "is_ampfast": isinstance(record.scaler, ampfast.GradScaler),
+        "final_scale": record.scaler.get_scale(),
         "steps": record.steps,
         "skipped": len({step for step, flag in record.values["skips"] if flag}),
         "waits": record.waits,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from itertools import product
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -19,18 +19,10 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED = {"fused": True, "foreach": False}
 _FUSED_DOES = "torch's fused implementation does"
-# Attributes that constructors set for a fused optimizer, depending on the torch version.
-_FUSED_ATTRIBUTES = {"_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # State that kernels index like the parameter.
 _ELEMENTWISE_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
-_ATTRIBUTES: dict[str, Callable[[Tensor], object]] = {
-    "layout": lambda tensor: tensor.layout,
-    "dtype": lambda tensor: tensor.dtype,
-    "device": lambda tensor: tensor.device,
-    "shape": lambda tensor: tuple(tensor.shape),
-    "order in memory": lambda tensor: tensor.stride(),
-}
+_ATTRIBUTES = ("layout", "dtype", "device", "shape", "order in memory")
 
 
 def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -65,14 +57,17 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     """
     kind = type(optimizer)
     if kind not in _KINDS:
-        raise TypeError(_wrong_type(optimizer))
+        raise TypeError(
+            "sync_free_ takes torch.optim.Adam, AdamW, SGD and Adagrad, no subclass or wrapper, "
+            f"got {kind.__module__}.{kind.__qualname__}: pass the optimizer that it wraps, or "
+            "fused=True to its constructor, or keep it, which GradScaler steps with one host sync"
+        )
     refuse_capture("sync_free_, which moves step counters", "call it before")
     refuse_differentiable(optimizer.param_groups, _FUSED_DOES)
     # Counters created in inference mode could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
             _check_group(optimizer, index, group)
-        example = kind([torch.zeros(1, device="cpu")], fused=True)  # type: ignore[call-arg]
         counters = [
             (state, torch.as_tensor(state["step"], dtype=torch.float32, device=param.device))
             for group in optimizer.param_groups
@@ -84,22 +79,10 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     for group in optimizer.param_groups:
         group.update(_FUSED)
     optimizer.defaults.update(_FUSED)
-    for name in _FUSED_ATTRIBUTES & vars(example).keys():
-        setattr(optimizer, name, getattr(example, name))
+    vars(optimizer)["_step_supports_amp_scaling"] = True
     if _stay_fused not in optimizer._optimizer_load_state_dict_pre_hooks.values():
         optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
-
-
-def _wrong_type(optimizer: object) -> str:
-    if isinstance(optimizer, _KINDS):
-        remedy = "a subclass may step otherwise: pass fused=True to its constructor"
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        remedy = "use one of those, or keep it, which GradScaler steps with one host sync"
-    else:
-        remedy = "if it wraps one of those, pass the wrapped optimizer"
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return f"sync_free_ takes torch.optim.Adam, AdamW, SGD and Adagrad, got {name}; {remedy}"
 
 
 def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -124,13 +107,6 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
             tried.add(like)
             _check_hyperparameters(group, index, param.device)
             _try_step(type(optimizer), group, param, where)
-            fault = fused_trial.fault_of(type(optimizer), param.dtype, param.device)
-            if fault is not None:
-                raise ValueError(
-                    f"torch's fused {type(optimizer).__name__} {fault}, for {where}, a "
-                    f"{param.dtype} on {param.device}, as a trial has found: keep the optimizer, "
-                    "which GradScaler steps with one host sync"
-                )
         tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
         _check_memory(param, {"the gradient": param.grad, **tensors}, where)
 
@@ -170,6 +146,13 @@ def _try_step(
             f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype}{what} on "
             f"{param.device}: {error}"
         ) from error
+    fault = fused_trial.fault_of(kind, param.dtype, param.device)
+    if fault is not None:
+        raise ValueError(
+            f"torch's fused {kind.__name__} {fault}, for {where}, a {param.dtype} on "
+            f"{param.device}, as a trial has found: keep the optimizer, which GradScaler steps "
+            "with one host sync"
+        )
 
 
 def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
@@ -184,9 +167,11 @@ def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
             f"{where} has strides {param.stride()} for shape {tuple(param.shape)}: its elements "
             "overlap or leave gaps, and torch's fused kernels need dense tensors"
         )
-    for (name, value), (what, get) in product(tensors.items(), _ATTRIBUTES.items()):
-        if isinstance(value, Tensor) and get(value) != get(param):
-            raise ValueError(
-                f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; torch's "
-                "fused kernels need the same"
-            )
+    for (name, value), what in product(tensors.items(), _ATTRIBUTES):
+        if isinstance(value, Tensor):
+            get = Tensor.stride if what == "order in memory" else attrgetter(what)
+            if get(value) != get(param):
+                raise ValueError(
+                    f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
+                    "torch's fused kernels need the same"
+                )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -14,13 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ampfast.backends import scalars
-from ampfast.backends.core import (
-    MARK_WORDS,
-    Pass,
-    Track,
-    drop_unheld,
-    has_parameters,
-)
+from ampfast.backends.core import MARK_WORDS, Pass, Track, drop_unheld, has_parameters
 from ampfast.capture import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
@@ -36,9 +29,6 @@ _EVERYWHERE = (
 
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
-
-# Name, optimizer, its type, group and index of a parameter.
-_Location = tuple[str, int, str, int, int]
 
 
 @dataclass(frozen=True)
@@ -157,8 +147,8 @@ class Tracking:
             if last is not None:
                 refuse_capture("a change of an optimizer's parameters")
                 record.take_marks(last)
-        self._records.record(optimizer, record)
-        return partial(record.tables_on, steps=steps[:1])
+            self._records.record(optimizer, record)
+        return lambda device: Track(record.marks_on(device), scalars.moved(steps[:1], device))
 
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
         """Returns a pass over plain gradients that marks overflows, without a walk in Python.
@@ -167,48 +157,42 @@ class Tracking:
         other groups than last.
         """
         record = self._records.get(optimizer)
-        if record is None or steps is None or steps.device not in record.marks:
-            return None
-        if not has_parameters(optimizer.param_groups, record.groups):
+        if (
+            record is None
+            or steps is None
+            or steps.device not in record.marks
+            or not has_parameters(optimizer.param_groups, record.groups)
+        ):
             return None
         return Pass(*work[:7], record.marks[steps.device], steps, *work[9:])
 
     def overflow_report(self, names: Names) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
-        totals = []
-        for location, rows in self._rows(names):
-            last, last_nan = (max(row[i] for row in rows) for i in (0, 1))
-            times, nans = (sum(row[i] for row in rows) for i in (2, 3))
-            if last:
-                kind: Any = "nan" if last_nan == last else "inf"
-                totals.append(ParameterOverflows(*location, kind, last - 1, times - nans, nans))
-        report = OverflowReport.of(totals)
-        hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
-        optimizers = {row.optimizer for row in report.parameters}
-        # Of what is empty there is no value that could be infinite.
-        trainable = {
-            (number, *place)
-            for number, (_, record) in enumerate(self._records)
-            if number in optimizers
-            for param, place in zip(record.params(), record.places, strict=True)
-            if param.requires_grad and (is_lazy(param) or param.numel())
-        }
-        return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
-
-    def _rows(self, names: Names) -> Iterator[tuple[_Location, Sequence[list[int]]]]:
-        """Yields each parameter's location and its row on each device."""
         records = list(self._records)
-        known = names.of([param for _, record in records for param in record.params()])
+        known = names.of([param for _, record in records for param in record.params])
         tables = [table for _, record in records for table in record.marks.values()]
         device = next((each.device for each in tables if each.device.type != "cpu"), None)
         here = [table if device is None else scalars.moved(table, device) for table in tables]
         on_host = iter(torch.cat(here).tolist() if here else [])
+        totals, trainable = [], set()
         for number, (optimizer, record) in enumerate(records):
-            kind = type(optimizer).__name__
             read = [list(islice(on_host, len(table))) for table in record.marks.values()]
-            for param, at, *rows in zip(record.params(), record.places, *read, strict=True):
-                name = known.get(param, "group {}, parameter {}".format(*at))
-                yield (name, number, kind, *at), rows
+            for param, (group, i), *rows in zip(record.params, record.places, *read, strict=True):
+                # Of what is empty there is no value that could be infinite.
+                if param.requires_grad and (is_lazy(param) or param.numel()):
+                    trainable.add((number, group, i))
+                last, last_nan, *_ = map(max, zip(*rows, strict=True))
+                *_, times, nans = map(sum, zip(*rows, strict=True))
+                if last:
+                    kind: Any = "nan" if last_nan == last else "inf"
+                    name = known.get(param, f"group {group}, parameter {i}")
+                    place = name, number, type(optimizer).__name__, group, i
+                    totals.append(ParameterOverflows(*place, kind, last - 1, times - nans, nans))
+        report = OverflowReport.of(totals)
+        hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
+        optimizers = {number for number, *_ in hit}
+        trainable = {place for place in trainable if place[0] in optimizers}
+        return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
 
 
 class Names:
@@ -229,7 +213,7 @@ class Names:
     def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
         """Names the parameters of pairs, which are those of `model` if it is a module."""
         self._were_given |= bool(pairs)
-        modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+        modules = model.modules() if isinstance(model, torch.nn.Module) else ()
         places = {
             id(param): (weakref.ref(module), key)
             for module in modules
@@ -238,11 +222,12 @@ class Names:
         kept = {place: name for place, name in self._of_modules.items() if place[0]() is not None}
         for name, param in pairs:
             place = places.get(id(param))
+            self._given.pop(param, None)
             if place is None:
                 self._given[param] = name
             else:
-                self._given.pop(param, None)
-                kept.pop(place, None)  # the last one counts, as a shared parameter has several
+                # The last one counts, as a shared parameter has several.
+                kept.pop(place, None)
                 kept[place] = name
         self._of_modules = kept
         drop_unheld(self._given)
@@ -253,7 +238,7 @@ class Names:
         names: dict[Tensor, str] = {}
         for (reference, key), name in self._of_modules.items():
             module = reference()
-            param = None if module is None else dict(module._parameters.items()).get(key)
+            param = None if module is None else module._parameters.get(key)
             if param is not None:
                 names[param] = name
         names.update(self._given)
@@ -274,29 +259,25 @@ class _Record:
         # Held as long as the optimizer has them: an address may be that of a new parameter, and
         # torch cannot convert parameters that have weak references.
         self.groups = tuple(map(tuple, groups))
+        self.params = list(chain.from_iterable(self.groups))
         # Group and index in it of each parameter.
         self.places = [(g, index) for g, group in enumerate(groups) for index in range(len(group))]
         self.marks: dict[torch.device, Tensor] = {}
 
     def take_marks(self, last: _Record) -> None:
         """Copies the marks of the parameters that another record has, too."""
-        rows = {param: row for row, param in enumerate(last.params())}
-        moves = [(rows[param], row) for row, param in enumerate(self.params()) if param in rows]
+        rows = {param: row for row, param in enumerate(last.params)}
+        moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
         for device, marks in last.marks.items() if moves else ():
             old, new = torch.tensor(moves, device=device).unbind(1)
             self.marks_on(device).index_copy_(0, new, marks[old])
 
-    def params(self) -> list[Tensor]:
-        """The parameters, in order."""
-        return list(chain.from_iterable(self.groups))
-
-    def tables_on(self, device: torch.device, *, steps: Tensor) -> Track:
-        """The tables for one pass over gradients on a device."""
-        return Track(self.marks_on(device), scalars.moved(steps, device))
-
     def marks_on(self, device: torch.device) -> Tensor:
+        """The table of a device."""
         if device not in self.marks:
-            self.marks[device] = _new_table(len(self.places), MARK_WORDS, device)
+            refuse_capture("the creation of tracking tables")
+            shape = len(self.places), MARK_WORDS
+            self.marks[device] = torch.zeros(shape, dtype=torch.int64, device=device)
         return self.marks[device]
 
 
@@ -313,24 +294,17 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
     pairs: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     found: dict[str, Tensor] = {}
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
-        match pair:
-            case (str() as name, Tensor() as parameter):
-                if name in found:
-                    raise ValueError(f"two parameters have the name {name!r}")
-                found[name] = parameter
-            case _:
-                items = pair if isinstance(pair, (tuple, list)) else [pair]
-                raise TypeError(
-                    "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, "
-                    "as from its named_parameters(), got "
-                    + " and ".join(type(item).__name__ for item in items)
-                )
+        items = pair if isinstance(pair, (tuple, list)) else [pair]
+        if not (len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], Tensor)):
+            raise TypeError(
+                "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, as "
+                "from its named_parameters(), got "
+                + " and ".join(type(item).__name__ for item in items)
+            )
+        if items[0] in found:
+            raise ValueError(f"two parameters have the name {items[0]!r}")
+        found[items[0]] = items[1]
     return list(found.items())
-
-
-def _new_table(rows: int, words: int, device: torch.device) -> Tensor:
-    refuse_capture("the creation of tracking tables")
-    return torch.zeros((rows, words), dtype=torch.int64, device=device)
 
 
 # Columns of the table.

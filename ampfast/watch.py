@@ -242,13 +242,12 @@ class Watch:
     def _excluded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return step(*args, **kwargs)
-            self._hold(*args[:1])
-            record = self._inside.record
-            if record is None:
-                return step(*args, **kwargs)
-            return self._clocked(record, -1, step, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                self._hold(*args[:1])
+                record = self._inside.record
+                if record is not None:
+                    return self._clocked(record, -1, step, *args, **kwargs)
+            return step(*args, **kwargs)
 
         return call
 

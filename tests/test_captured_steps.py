@@ -224,9 +224,11 @@ def test_refused_the_step_that_makes_the_state(capturing: Capturing, kind: str) 
 
 
 def test_refused_a_step_that_counts_on_the_host(capturing: Capturing) -> None:
-    training = trained("adam")
-    training.optimizer.add_param_group({"params": [torch.zeros(1)], "capturable": False})
-    refused(training, capturing, "a step of Adam with capturable=False")
+    training = trained()
+    training.optimizer = torch.optim.Adam(training.params, capturable=False)
+    training.optimizer.step()
+    training.optimizer.state[training.weight]["step"] = torch.ones((), device="meta")
+    refused(training, capturing, "counts steps on the host, .*: make it with capturable=True")
 
 
 def test_refused_the_first_step_of_one_without_capturable(capturing: Capturing) -> None:

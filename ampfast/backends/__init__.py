@@ -22,6 +22,7 @@ from ampfast.backends.core import Clip, Factor, Pass, compiled
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
+from ampfast.errors import require_one_of
 
 __all__ = [
     "NAMES",
@@ -230,8 +231,8 @@ def require_known(name: str | None, source: str = "backend") -> None:
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{source} must be a string or None, got {type(name).__name__}")
-    if name is not None and name not in NAMES:
-        raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
+    if name is not None:
+        require_one_of(source, name, NAMES)
 
 
 @cache

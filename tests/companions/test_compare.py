@@ -64,8 +64,12 @@ for step in range(30):
 # By program, what is said of it.
 WRONG = {
     "print('nothing')": "used no gradient scaler: there is nothing to compare",
-    ONE.replace('"cpu"', '"cpu", enabled=False'): "has a gradient scaler that is disabled",
-    ONE.replace("scaler.update()", "").replace("30", "1"): "never calls update()",
+    ONE.replace(
+        '"cpu"', '"cpu", enabled=False'
+    ): "has nothing to compare: the gradient scaler is d",
+    ONE.replace("scaler.update()", "").replace(
+        "30", "1"
+    ): "has nothing to compare: the gradient scaler was never",
     ONE + "import os\nos._exit(0)": "ended without Python's exit, as by os._exit()",
     "import ampfast, torch\n" + ONE.replace("torch.amp.", "ampfast."): "uses ampfast's scaler",
     ONE + "print('its output'); 1 / 0": "failed with torch's scaler, with exit code 1; ",
@@ -128,16 +132,6 @@ def test_what_cannot_be_compared(compared: Any, program: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.slow
-def test_a_failure_for_want_of_an_update_says_so(compared: Any) -> None:
-    done = compared(ONE.replace("scaler.update()", ""), "train.py", "0")
-    assert done.returncode == 2
-    *_, error, hint = done.stderr.splitlines()
-    assert error == "RuntimeError: step() has already been called since the last update()."
-    assert hint == "ampfast: the gradient scaler was never updated: its update() was not called"
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
 def test_program_without_a_seed_is_not_blamed_on_ampfast(compared: Any) -> None:
     done = compared(ONE.replace("torch.manual_seed(int(sys.argv[1]))", ""), "train.py")
     assert done.returncode == 0
@@ -178,8 +172,6 @@ def record(losses: list[float], own: float = 50.0, **changed: Any) -> dict[str, 
     steps = len(losses)
     return {
         "is_ampfast": False,
-        "is_enabled": True,
-        "device": "cpu",
         "final_scale": 65536.0,
         "steps": steps,
         "skipped": 0,
@@ -261,8 +253,9 @@ def test_options_are_refused_or_named(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_picture_that_cannot_be_written(say: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    code, _, asked = say(arguments=("--plot", str(tmp_path / "missing" / "p.png")))
-    assert (code, asked) == (2, [])
+    with pytest.raises(SystemExit) as refused:
+        say(arguments=("--plot", str(tmp_path / "missing" / "p.png")))
+    assert refused.value.code == 2
 
 
 def test_torch_that_breaks_later_does_not_excuse_a_difference(say: Any) -> None:
@@ -495,8 +488,8 @@ def test_speed_is_said_as_it_is(say: Any) -> None:
 
 def test_gpu_has_times_and_waits_of_its_own(say: Any) -> None:
     medians = {"own": 50.0, "gpu": 20.0, "step": 1000.0, "share": 0.05}
-    theirs = record([1.0] * 9, medians=medians, waits=1, device="cuda:0")
-    ours = record([1.0] * 9, medians={**medians, "gpu": 10.0}, waits=0, device="cuda:0")
+    theirs = record([1.0] * 9, medians=medians, waits=1)
+    ours = record([1.0] * 9, medians={**medians, "gpu": 10.0}, waits=0)
     _, text, _ = say([theirs], [ours], [theirs])
     lines = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
     assert lines["the same on the GPU, us"] == ["20.0", "10.0", "2.00x", "faster"]

@@ -1382,7 +1382,7 @@ def test_master_weights_of_other_kinds_are_refused_before_loading(
     before = copy.deepcopy(ours.optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 7.0
     saved["state"][1]["master_param"] = made(saved["state"][1]["master_param"])
-    with pytest.raises(ValueError, match="master weight of parameter 1 has dtype"):
+    with pytest.raises(ValueError, match="and must be a dense float32 tensor"):
         ours.optimizer.load_state_dict(saved)
     assert_same(saved_tensors(ours.optimizer.state_dict()), saved_tensors(before))
     assert ours.optimizer.param_groups[0]["lr"] == 0.01
@@ -1446,10 +1446,10 @@ def test_errors_of_a_step_change_nothing() -> None:
     ours.optimizer.param_groups[0]["differentiable"] = False
     state = ours.optimizer.state_dict()
     state["state"][1] = {"master_param": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"parameter 1 has shape \(5,\), and the parameter \(7,\)"):
+    with pytest.raises(ValueError, match=r"parameter 1 is .*, \(5,\), and must be .* \(7,\)"):
         ours.optimizer.load_state_dict(state)
     state["state"][1] = {"master_param": 3.0}
-    with pytest.raises(ValueError, match=r"parameter 1 has no shape: 3\.0, and the parameter"):
+    with pytest.raises(ValueError, match=r"parameter 1 is 3\.0, and must be"):
         ours.optimizer.load_state_dict(state)
     state["param_groups"] *= 2
     del state["state"][1]

@@ -266,11 +266,17 @@ def test_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told in capsys.readouterr().err
 
 
-def test_a_folder_without_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ampfast.__main__ import main
-
-    assert main(["run", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"ampfast: there is no script {str(tmp_path)!r}\n"
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [("folder",), ("-m", "no_such_module")])
+def test_what_python_does_not_find(python: Call, tmp_path: Path, program: tuple[str, ...]) -> None:
+    (tmp_path / "folder").mkdir()
+    plain = python("", *program)
+    ours = python("", "-m", "ampfast", "run", *program)
+    assert ours.returncode == plain.returncode == 1
+    # Python names itself, or the program, before its words; without a scaler, too, no line.
+    told = plain.stderr.partition(": ")[2]
+    assert ours.stderr.endswith(told)
 
 
 class Clock:
