@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -62,7 +63,7 @@ class Limits:
         if isinstance(given, LogMax) and self.hysteresis > 1:
             raise ValueError("LogMax takes no hysteresis: its scale backs off at every overflow")
 
-    @property
+    @cached_property
     def is_torchs(self) -> bool:
         """Whether the rule is torch's: no limits, no hysteresis, no policy."""
         return self == Limits()

@@ -174,25 +174,32 @@ class Tracking:
         device = next((each.device for each in tables if each.device.type != "cpu"), None)
         here = [table if device is None else scalars.moved(table, device) for table in tables]
         on_host = iter(torch.cat(here).tolist() if here else [])
-        totals, trainable = [], set()
+        totals: list[ParameterOverflows] = []
+        trainable = set()
         for number, (optimizer, record) in enumerate(records):
             read = [list(islice(on_host, len(table))) for table in record.marks.values()]
             for param, (group, i), *rows in zip(record.params, record.places, *read, strict=True):
                 # Of what is empty there is no value that could be infinite.
                 if param.requires_grad and (is_lazy(param) or param.numel()):
                     trainable.add((number, group, i))
-                last, last_nan, *_ = map(max, zip(*rows, strict=True))
-                *_, times, nans = map(sum, zip(*rows, strict=True))
-                if last:
-                    kind: Any = "nan" if last_nan == last else "inf"
-                    name = known.get(param, f"group {group}, parameter {i}")
-                    place = name, number, type(optimizer).__name__, group, i
-                    totals.append(ParameterOverflows(*place, kind, last - 1, times - nans, nans))
+                name = known.get(param, f"group {group}, parameter {i}")
+                place = name, number, type(optimizer).__name__, group, i
+                totals += _overflows(place, rows)
         report = OverflowReport.of(totals)
         hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
         optimizers = {number for number, *_ in hit}
         trainable = {place for place in trainable if place[0] in optimizers}
         return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
+
+
+def _overflows(
+    place: tuple[str, int, str, int, int], rows: list[list[int]]
+) -> list[ParameterOverflows]:
+    """The overflows of a parameter, by its row on each device, if there were any."""
+    last, last_nan, *_ = map(max, zip(*rows, strict=True))
+    *_, times, nans = map(sum, zip(*rows, strict=True))
+    kind: Any = "nan" if last_nan == last else "inf"
+    return [ParameterOverflows(*place, kind, last - 1, times - nans, nans)] if last else []
 
 
 class Names:

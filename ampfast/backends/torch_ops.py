@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.backends import core
 from ampfast.backends.core import (
@@ -296,12 +295,12 @@ class _State:
         norm: float32 memory for the norm there.
         status: The status there.
         row: The new row.
-        pairs: float32 memory for numbers that are compared, those to the left first.
-        left: The first half of them.
-        right: The second half.
-        bits: What is larger to the left: status, and of each counter whether it stays and grows.
-        stays: These.
+        left: float32 memory for numbers that are compared.
+        right: What they are compared with.
+        compared: Those of both that are no constant zeros at the end.
+        bits: What is larger to the left: status, and of each counter whether it grows and stays.
         grows: These.
+        stays: These.
         zero: 0-dim float32.
         one: 0-dim float32.
         interval: The growth interval of the last update, or None.
@@ -323,15 +322,14 @@ class _State:
         self.proposal = state.view(torch.float32)[2 * state_layout.PROPOSAL]
         halves = memory.view(torch.float32)
         self.before, self.norm = halves[0], halves[2 * state_layout.RING_NORM]
-        self.status, self.row = memory[1], memory[:3].view(1, 3)
-        self.pairs, self.bits = numbers, memory[1:]
+        self.status, self.row, self.bits = memory[1], memory[:3].view(1, 3), memory[1:]
         self.left, self.right = numbers.chunk(2)
-        self.stays, self.grows = memory[3:].chunk(2)
+        self.compared = numbers[: len(self.left) + 2 + state_layout.BACKOFFS + 1]
+        self.grows, self.stays = memory[3:].chunk(2)
 
 
 # Counters that an update changes, in their order.
 _COUNTED = 8
-_states = WeakTensorKeyDictionary()
 
 
 def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
@@ -373,9 +371,9 @@ def _update(fields: tuple[Any, ...], limits: Any) -> None:
     tracker, scale, flag = (
         each.reshape(()) if each.dim() else each for each in (growth_tracker, scale, found_inf)
     )
-    state = _states.get(words)
+    state: _State | None = getattr(words, "_of_ops", None)
     if state is None:
-        state = _states[words] = _State(words)
+        state = words._of_ops = _State(words)
     before, zero, one = state.before, state.zero, state.one
     before.copy_(scale)
     spiked, tracker_before = zero, tracker
@@ -400,11 +398,11 @@ def _update(fields: tuple[Any, ...], limits: Any) -> None:
         scale.copy_(torch.where(spiked, before, scale))
         tracker.copy_(torch.where(spiked, tracker_before, tracker))
         keeps, stays_at_minimum = keeps + spiked, at_minimum + spiked.float()
-    # The order of the state's counters, and what makes each stay, else it is 0, and grow.
-    stays = [one, one, one, one, flag, stays_at_minimum, keeps, one]
+    # In the order of the state's counters what makes each grow, and stay, else it is 0.
     grows = [one, flag, scale, before, flag, at_minimum, overflow, spiked]
-    least = [*(10 * [zero]), zero, zero, before, scale, *(4 * [zero])]
-    torch.stack([flag, zero, *stays, *grows, *least], out=state.pairs)
+    stays = [one, one, one, one, flag, stays_at_minimum, keeps, one]
+    least = [zero, zero, zero, zero, before, scale]  # the others stay 0
+    torch.stack([flag, zero, *grows, *stays, *least], out=state.compared)
     torch.gt(state.left, state.right, out=state.bits)
     if norm is not None:
         state.norm.copy_(norm.reshape(()))
