@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from runner import LEFT, Part, Run, stopped_by_signals  # noqa: E402
+from runner import LEFT, Part, run, table  # noqa: E402
 
 # Seconds of the whole run; a machine may be available for ten minutes.
 SECONDS = 550
@@ -25,10 +26,8 @@ LOGS = ROOT / "build" / "gpu-logs"
 COMMIT = "AMPFAST_COMMIT"
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 BACKENDS = ("triton", "cuda")
-SANITIZERS = ("memcheck", "racecheck")
 # By what they prove.
 FIRST_TESTS = ("streams", "graphs", "costs", "parity", "scaler")
-PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
 import json, torch
 name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -36,8 +35,8 @@ print(json.dumps([name, torch.__version__]))
 """
 
 
-def stages(results: Path, out: Path, rehearses: bool = False) -> list[list[Part]]:
-    """Returns all parts by stage; those of one stage run side by side.
+def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
+    """Returns all parts, in order.
 
     Triton compiles first, all variants at once. What decides comes next, in case the time is up.
     Each file of GPU tests has its own process, as everything in a process fails after an illegal
@@ -50,42 +49,45 @@ def stages(results: Path, out: Path, rehearses: bool = False) -> list[list[Part]
             without a build and a profiler, and with tests that are only collected.
     """
     environment = {"AMPFAST_REHEARSE": "1" if rehearses else ""}
+    python = sys.executable
     # With this interpreter, and none of the variables of a make that runs this.
-    build = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
+    build = ["make", "--no-print-directory", "VENV=", f"PYTHON={python}", "build"]
     if shutil.which("make") is None:
-        build = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    if rehearses:
-        build.append("--dry-run")
-    building = {**environment, "MAKEFLAGS": ""}
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
-    if rehearses:
-        pytest += ["--collect-only", "--quiet"]
-    # NCCL hangs rather than fails, so its file comes last.
-    order = [HERE / f"test_gpu_{name}.py" for name in FIRST_TESTS]
-    last = HERE / "test_gpu_distributed.py"
-    order += [path for path in sorted(HERE.glob("test_*.py")) if path not in (*order, last)]
-    tests = [path.relative_to(ROOT).as_posix() for path in (*order, last)]
-    modes = [sys.executable, "tests/gpu/modes.py"]
+        build = [python, "setup.py", "build_ext", "--inplace"]
+    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
     sanitizer = [tool("compute-sanitizer"), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
     profiler = [tool("ncu"), "--kernel-name", r"regex:ampfast_|multi_tensor"]
     for section in ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats"):
         profiler += ["--section", section]
-    checked = {tool: [] if rehearses else [*sanitizer, "--tool", tool] for tool in SANITIZERS}
-    unavailable = "Device not supported|is not installed|ERR_NVGPUCTRPERM"
+    if rehearses:
+        build.append("--dry-run")
+        pytest += ["--collect-only", "--quiet"]
+        profiler = []
+    # NCCL hangs rather than fails, so its file comes last.
+    order = [HERE / f"test_gpu_{name}.py" for name in FIRST_TESTS]
+    last = HERE / "test_gpu_distributed.py"
+    order += [path for path in sorted(HERE.glob("test_*.py")) if path not in (*order, last)]
+    tests = [path.relative_to(ROOT).as_posix() for path in (*order, last)]
     sound = dict(environment)
 
     def leave_out(codes: list[int | None]) -> None:
         # One that was cut off may only be slow.
-        smoked = zip(BACKENDS, codes, strict=False)
-        sound[WITHOUT] = ",".join(name for name, code in smoked if code not in (0, None))
+        smoked = zip(BACKENDS, codes, strict=True)
+        sound[WITHOUT] = ",".join(name for name, code in smoked if code)
 
-    def measuring(name: str, subjects: str, seconds: float, least: float = 0.0) -> Part:
+    def checked(name: str, seconds: float, **more: str) -> Part:
+        command = [*([] if rehearses else [*sanitizer, "--tool", name]), python]
+        summary = "ERROR SUMMARY|RACECHECK SUMMARY|wrong"
+        modes = [*command, "tests/gpu/modes.py"]
+        return Part(name, [modes], seconds, {**environment, **more}, summary=summary)
+
+    def measuring(name: str, subjects: str, seconds: float) -> Part:
         """Benchmarks whose results are written to `name`.json after each of their jobs."""
         written = out / f"{name}.json"
         before = written.stat().st_mtime_ns if written.exists() else 0
-        command = [sys.executable, "-m", "benchmarks", "--only", subjects, "--limit", LEFT]
-        command += ["--rehearse"] if rehearses else []
+        command = [python, "-m", "benchmarks", "--only", subjects, "--limit", LEFT]
+        command += [*(["--rehearse"] if rehearses else []), "--json", str(written)]
 
         def keep(codes: list[int | None]) -> None:
             # Not the results of an earlier run.
@@ -93,82 +95,38 @@ def stages(results: Path, out: Path, rehearses: bool = False) -> list[list[Part]
                 results.parent.mkdir(exist_ok=True)
                 shutil.copy(written, results.with_name(f"{results.stem}-{name}.json"))
 
-        command += ["--json", str(written)]
-        details = r"^(FAILED|skipped|left out|stopped)\b"
-        # The end of a long output may be all that is kept: the verdict, and what decides.
-        more = {"details": details, "after": keep, "least": least, "shown": name != "bench"}
-        return Part(name, [command], seconds, sound, "goals were not met", **more)
+        # The end of a long output may be all that is kept: what decides.
+        return Part(name, [command], seconds, sound, after=keep, shown=name == "decisive")
 
     return [
-        [
-            Part(
-                "build",
-                [build, [sys.executable, "tests/gpu/built.py"]],
-                200,
-                building,
-                details=r"^(WRONG|make|ampfast is built without)\b|\berror\b",
-                vital=True,
-            )
-        ],
-        [
-            Part(
-                "compile",
-                [[sys.executable, "tests/gpu/precompile.py"]],
-                90,
-                environment,
-            )
-        ],
-        [
-            Part(
-                "smoke",
-                [[sys.executable, "tests/gpu/smoke.py", name] for name in BACKENDS],
-                90,
-                environment,
-                at_once=len(BACKENDS),
-                after=leave_out,
-            )
-        ],
-        [measuring("decisive", "decisive", 110, least=110)],
-        [
-            Part(
-                "gpu",
-                [[*pytest, *names] for names in ([tests] if rehearses else [[n] for n in tests])],
-                200,
-                environment,
-                summary=PYTEST_SUMMARY,
-                each=180,
-                at_once=4,
-            ),
-        ],
-        [
-            Part(
-                "memcheck",
-                [[*checked["memcheck"], *modes]],
-                100,
-                {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-                summary="ERROR SUMMARY|wrong",
-                unavailable=unavailable,
-                least=50,
-            ),
-            Part(
-                "racecheck",
-                [[*checked["racecheck"], *modes]],
-                80,
-                environment,
-                summary="RACECHECK SUMMARY|ERROR SUMMARY",
-                unavailable=unavailable,
-            ),
-        ],
-        [
-            Part(
-                "ncu",
-                [[*([] if rehearses else profiler), sys.executable, "tests/gpu/profiled.py"]],
-                40,
-                environment,
-                unavailable=unavailable,
-            )
-        ],
-        [measuring("bench", "kernels,steps", 300, least=90)],
+        Part(
+            "build",
+            [build, [python, "tests/gpu/built.py"]],
+            200,
+            {**environment, "MAKEFLAGS": ""},
+            vital=True,
+        ),
+        Part("compile", [[python, "tests/gpu/precompile.py"]], 90, environment),
+        Part(
+            "smoke",
+            [[python, "tests/gpu/smoke.py", name] for name in BACKENDS],
+            90,
+            environment,
+            at_once=len(BACKENDS),
+            after=leave_out,
+        ),
+        measuring("decisive", "decisive", 110),
+        Part(
+            "gpu",
+            [[*pytest, *names] for names in ([tests] if rehearses else [[n] for n in tests])],
+            200,
+            environment,
+            at_once=4,
+        ),
+        checked("memcheck", 100, PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
+        checked("racecheck", 80),
+        Part("ncu", [[*profiler, python, "tests/gpu/profiled.py"]], 40, environment),
+        measuring("bench", "kernels,steps", 300),
     ]
 
 
@@ -219,7 +177,7 @@ def commit() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the selected parts; returns 0 if none failed."""
-    names = [part.name for stage in stages(Path("none"), Path("none")) for part in stage]
+    names = [part.name for part in parts(Path("none"), Path("none"))]
     parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__)
     parser.add_argument("--parts", default=",".join(names), help=f"of {','.join(names)}")
     default = os.environ.get("OUT") or str(ROOT / "build" / "gpu")
@@ -245,17 +203,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date()
     name = results_name(gpu, torch_version, today)
     results = (out if options.rehearse else ROOT / "benchmarks" / "results") / name
-    chosen = [
-        [part for part in stage if part.name in wanted]
-        for stage in stages(results, out, options.rehearse)
-    ]
-    about = {"commit": options.commit or "unknown", "GPU": gpu, "torch": torch_version}
-    print(f"{gpu}, torch {torch_version}; results in {out}, logs in {LOGS}", flush=True)
-    run = Run(chosen, out, ROOT, options.seconds, LOGS, about)
-    with stopped_by_signals(run):
-        code = run.run()
-    print(f"\n{run.verdict()}", flush=True)
-    return code
+    chosen = [part for part in parts(results, out, options.rehearse) if part.name in wanted]
+    about = f"commit {options.commit or 'unknown'}, GPU {gpu}, torch {torch_version}"
+    print(f"{about}; results in {out}, logs in {LOGS}", flush=True)
+    # What ends this ends what runs, and the verdicts are written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(chosen, LOGS, ROOT, options.seconds, out / "verdict.txt", about)
+    except KeyboardInterrupt:
+        return 1
+    finally:
+        print(table(chosen), flush=True)
 
 
 if __name__ == "__main__":
