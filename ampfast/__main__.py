@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     run = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
-        usage="python -m ampfast run [--clip] [-m] SCRIPT [ARGS...]",
+        usage="python -m ampfast run [--clip] [--track overflow] [--skip-above NORM] "
+        "[--max-skips N] [-m] SCRIPT [ARGS...]",
         description="Runs a script, or a folder or zip file, as python does, unedited, with "
         "ampfast.patch() in force. At the end it prints a line: steps, skipped ones, final scale, "
         "the scaler's own time and its share of a step. For several ranks torchrun starts it, and "
@@ -56,6 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--clip",
         action="store_true",
         help="replace torch.nn.utils.clip_grad_norm_, too: faster, and rounded differently",
+    )
+    run.add_argument("--track", choices=("overflow",), help="name the parameters that overflow")
+    run.add_argument(
+        "--skip-above", type=float, metavar="NORM", help="skip steps whose gradients have more"
+    )
+    run.add_argument(
+        "--max-skips", type=_positive, metavar="N", help="end after N steps skipped in a row"
     )
     run.add_argument("--record", help=argparse.SUPPRESS)
     run.add_argument("--stop", type=int, help=argparse.SUPPRESS)

@@ -116,6 +116,8 @@ class GradScaler(Passes):
             None.
         policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
         skip_above: Norm above which a step is skipped, as the attribute of this name.
+        max_skips: Number of steps skipped in a row at which training ends, as the attribute of this
+            name.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -153,6 +155,7 @@ class GradScaler(Passes):
         track: str | None = None,
         policy: LogMax | None = None,
         skip_above: float | Sigmas | None = None,
+        max_skips: int | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -173,6 +176,7 @@ class GradScaler(Passes):
                 "hysteresis or policy"
             )
         skip_above = skip_limit_of(skip_above)
+        self.max_skips = max_skips
         tracking.require_known(track)
         backends.require_known(backend)
         if enabled:
@@ -377,6 +381,7 @@ class GradScaler(Passes):
         Raises:
             AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
                 is not as described.
+            FloatingPointError: With `max_skips`, or with `on_min_scale="raise"`.
             ValueError: If `new_scale` is given and the scale is always 1, as a `StepGuard`'s.
         """
         if not self._enabled:
@@ -750,6 +755,7 @@ class GradScaler(Passes):
             "allow_fp16": self._allow_fp16,
             "track": self._track,
             "skip_above": self._skip_above,
+            "max_skips": self.max_skips,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
@@ -1084,6 +1090,10 @@ class GradScaler(Passes):
             self._spike_rules.end_iteration()
         if loss_scale.watch is not None and not was_set:
             loss_scale.check_min_scale()
+        limit, words = self._skip_limit, loss_scale.words
+        if limit is not None and words is not None and not was_set and limit.is_reached(words):
+            tracks = self._track is not None
+            raise limit.error(self.stats(), self.overflow_report(local=True) if tracks else None)
 
 
 def _is_unscaled(turn: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
+from ampfast.max_skips import SkipLimit
 from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 from ampfast.turn import READY, UNSCALED, Flags, Turn, begin, new_turn
@@ -47,6 +48,7 @@ class Passes(TorchGradScaler):
     _unscale_pass = _check_pass = _clip_pass = Pass(False, Factor.NONE)
     _track: str | None = None
     _skip_above: float | Sigmas | None = None
+    _skip_limit: SkipLimit | None = None
     _warned_of_shared_memory = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
@@ -85,6 +87,21 @@ class Passes(TorchGradScaler):
     @skip_above.setter
     def skip_above(self, limit: float | Sigmas | None) -> None:
         self._skip_above = skip_limit_of(limit)
+
+    @property
+    def max_skips(self) -> int | None:
+        """Number of steps skipped in a row, for overflow or a norm, at which `update` raises.
+
+        `FloatingPointError` has the counts and, with `track`, the parameters in its text. On a GPU
+        nothing waits for the count, which arrives a step late, or more if the host is far ahead.
+        Where `torch.distributed` is initialized, the host waits for the count of the step before,
+        so that all ranks raise at the same step. None for no limit.
+        """
+        return None if self._skip_limit is None else self._skip_limit.most
+
+    @max_skips.setter
+    def max_skips(self, most: int | None) -> None:
+        self._skip_limit = None if most is None else SkipLimit(most)
 
     def _make_passes(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""

@@ -40,24 +40,27 @@ class _Ended(SystemExit):
 class _Patched:
     """Patches the process that unpickles it, before that imports the program."""
 
-    def __init__(self, clip: bool) -> None:
-        self.clip = clip
+    def __init__(self, clip: bool, given: dict[str, Any]) -> None:
+        self.arguments = clip, given
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The other process cannot find ampfast yet: its path comes in the same pickle.
         code = f"import sys; sys.path[:] = {sys.path!r}; import ampfast.run as _run; "
-        return exec, (f"{code}_run.patch_with_children({self.clip})", {})
+        return exec, (f"{code}_run.patch_with_children(*{self.arguments!r})", {})
 
 
-def patch_with_children(clip: bool) -> None:
+def patch_with_children(clip: bool, given: dict[str, Any]) -> None:
     """Calls `patch()` here, and in the processes that multiprocessing spawns from here.
 
     Args:
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
+        given: Arguments of `GradScaler` that scalers get by default.
     """
     ampfast.patch(clip_grad_norm=clip)
+    defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
+    defaults.update(given)
     prepared = spawn.get_preparation_data
-    spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": _Patched(clip)}
+    spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": _Patched(clip, given)}
 
 
 def run(
@@ -68,6 +71,7 @@ def run(
     stop: int | None,
     keep_torch: bool,
     clip: bool,
+    **given: Any,
 ) -> int:
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
 
@@ -80,6 +84,7 @@ def run(
         stop: Number of updates of a scaler after which the process ends.
         keep_torch: Whether torch's scaler stays, and is watched.
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
+        given: Arguments of `GradScaler` that scalers get by default.
 
     Returns:
         The exit code 0; 2 without such a script. Exceptions are the program's own.
@@ -92,7 +97,7 @@ def run(
     # ampfast's classes, and torch's, from which they derive.
     kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
     if not keep_torch:
-        patch_with_children(clip)
+        patch_with_children(clip, given)
     process, failed, is_over = os.getpid(), False, threading.Event()
 
     def finish() -> None:
@@ -170,6 +175,9 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
         if len(records) > _MOST:
             more = f"{len(records) - _MOST} more scalers: is one made in every step?"
             print(f"ampfast: {more}", file=sys.stderr)
+        for one in records[:_MOST]:
+            if getattr(one.scaler, "_track", None) is not None:
+                print(one.scaler.overflow_report(local=True), file=sys.stderr)
 
 
 def describe(record: Record) -> str:

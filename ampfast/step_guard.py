@@ -27,6 +27,7 @@ class StepGuard(GradScaler):
         process_group: As for `GradScaler`.
         track: As for `GradScaler`.
         skip_above: As for `GradScaler`.
+        max_skips: As for `GradScaler`.
 
     Raises:
         TypeError: As `GradScaler`.
@@ -44,6 +45,7 @@ class StepGuard(GradScaler):
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
         skip_above: float | Sigmas | None = None,
+        max_skips: int | None = None,
     ) -> None:
         super().__init__(
             *(device, 1.0),
@@ -54,4 +56,5 @@ class StepGuard(GradScaler):
             process_group=process_group,
             track=track,
             skip_above=skip_above,
+            max_skips=max_skips,
         )

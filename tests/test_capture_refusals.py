@@ -193,6 +193,9 @@ def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatc
         def query(self) -> bool:
             return self.has_come
 
+        def synchronize(self) -> None:
+            self.has_come = True
+
     ways: list[Any] = []
 
     def copy(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
@@ -213,5 +216,6 @@ def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatc
     ways[1][1].has_come = True
     assert arrived(5) == [3] and len(ways) == 3
     assert arrived(6) == [5] and len(ways) == 4
+    assert copies.latest(torch.tensor([7]).as_subclass(OnGpu), waits=True) == [6]
     assert pickle.loads(pickle.dumps(copies))._pending is None
     assert scalars.HostCopies().latest(torch.tensor([7])) == [7]

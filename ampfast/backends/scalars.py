@@ -109,13 +109,20 @@ class HostCopies:
     def __getstate__(self) -> dict[str, Any]:
         return {"_pending": None}
 
-    def latest(self, tensor: Tensor) -> list[Any] | None:
-        """Returns the numbers of a copy that has arrived, if any, and starts the next copy."""
+    def latest(self, tensor: Tensor, waits: bool = False) -> list[Any] | None:
+        """Returns the numbers of a copy that has arrived, if any, and starts the next copy.
+
+        Args:
+            tensor: What is copied.
+            waits: Whether the host waits for the copy that was started last.
+        """
         if not tensor.is_cuda:
             return tensor.tolist()
         arrived = None
         if self._pending is not None:
             buffer, arrival = self._pending
+            if arrival is not None and waits:
+                arrival.synchronize()
             if arrival is None or arrival.query():
                 arrived, self._pending = buffer.tolist(), None
         if self._pending is None:

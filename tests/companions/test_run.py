@@ -135,6 +135,21 @@ def test_module(python: Call) -> None:
     assert re.fullmatch(LINE, ours.stderr)
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_scalers_get_arguments(python: Call) -> None:
+    program = TRAIN.replace("* 4 - step", "/ 0") + "# it was to end before\nprint('reached')"
+    options = ("--max-skips", "4", "--track", "overflow", "--skip-above", "9")
+    done = python(program, "-m", "ampfast", "run", *options, "train.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "FloatingPointError: 4 steps in a row were skipped, and max_skips is 4." in done.stderr
+    # In the error, and behind the line at the end.
+    assert done.stderr.count("\ngroup 0, parameter 0 ") == 2
+    program = TRAIN + "print(scaler.stats().spikes > 0, scaler.skip_above)"
+    done = python(program, "-m", "ampfast", "run", "--skip-above", "0.5", "train.py")
+    assert done.stdout == "True 0.5\n"
+
+
 WRONG = {
     "print('nothing')": "the program used no gradient scaler",
     TRAIN.replace('"cpu"', '"cpu", enabled=False'): "the gradient scaler is disabled, ",
@@ -186,7 +201,8 @@ SPAWN = """
 import torch, torch.multiprocessing
 from torch.amp import GradScaler
 def child(rank, depth):
-    print(depth, hasattr(GradScaler("cpu"), "stats"), torch.nn.utils.clip_grad_norm_.__module__)
+    limit = getattr(GradScaler("cpu"), "max_skips", None)
+    print(depth, limit, torch.nn.utils.clip_grad_norm_.__module__)
     if depth:
         torch.multiprocessing.spawn(child, (depth - 1,))
 if __name__ == "__main__":
@@ -198,8 +214,8 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [("train.py",), ("-m", "train")])
 def test_spawned_processes_are_patched(python: Call, start: tuple[str, ...]) -> None:
-    done = python(SPAWN, "-m", "ampfast", "run", *start)
-    assert done.stdout == "1 True torch.nn.utils.clip_grad\n0 True torch.nn.utils.clip_grad\n"
+    done = python(SPAWN, "-m", "ampfast", "run", "--max-skips", "7", *start)
+    assert done.stdout == "1 7 torch.nn.utils.clip_grad\n0 7 torch.nn.utils.clip_grad\n"
     assert "no gradient scaler in this process (one that it started by multiproc" in done.stderr
     assert done.stderr.count("\n") == 1
 
