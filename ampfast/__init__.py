@@ -12,6 +12,7 @@ __path__ = [*__path__, *folders_for(torch.__version__)]
 from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
+from ampfast.find_nonfinite import find_nonfinite
 from ampfast.grad_scaler import GradScaler
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
@@ -34,6 +35,7 @@ __all__ = [
     "StepGuard",
     "__version__",
     "backends",
+    "find_nonfinite",
     "functional",
     "mark_replicated",
     "master_weights_",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +30,7 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
+from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite
 from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import Methods, original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, is_static, require_static
@@ -56,7 +58,7 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_kernels", "_last_turns", "_names", "_tracking"),
+    *("_choice", "_finder", "_kernels", "_last_turns", "_names", "_tracking"),
     *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
 
@@ -112,8 +114,9 @@ class GradScaler(Passes):
             tensor-parallel parts: a group, or a mesh with all its dimensions. They skip together,
             with one small collective per optimizer, and norms are global; `mark_replicated` names
             the parameters that are alike on all ranks. DTensor gradients need no group.
-        track: "overflow" for a record of each parameter's overflows, for `overflow_report`; or
-            None.
+        track: "overflow" for a record of each parameter's overflows, for `overflow_report`;
+            "modules" for that and, of the model of `name_parameters`, what `find_nonfinite` finds;
+            or None.
         policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
         skip_above: Norm above which a step is skipped, as the attribute of this name.
         max_skips: Number of steps skipped in a row at which training ends, as the attribute of this
@@ -133,6 +136,7 @@ class GradScaler(Passes):
     _originals: ClassVar[tuple[Methods, ...]] = ()
     _dynamic = True
     _warned_of_backward = _warned_of_zero = False
+    _finder: NonFiniteFinder | None = None
 
     def __init__(
         self,
@@ -673,6 +677,10 @@ class GradScaler(Passes):
             ValueError: If a name is given twice.
         """
         self._names.give(tracking.named(model), model)
+        if self._track == "modules" and isinstance(model, torch.nn.Module):
+            if self._finder is not None:
+                self._finder.remove()
+            self._finder = find_nonfinite(model)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
@@ -700,6 +708,8 @@ class GradScaler(Passes):
                 "only gradients that ampfast's own method reads are tracked"
             )
         report = self._tracking.overflow_report(self._names)
+        if self._finder is not None:
+            report = replace(report, module=self._finder.report())
         if local or not self._enabled:
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))

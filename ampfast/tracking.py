@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ampfast.backends import scalars
 from ampfast.backends.core import MARK_WORDS, Pass, Track, drop_unheld, has_parameters
 from ampfast.capture import refuse_capture
+from ampfast.find_nonfinite import ModuleFault
 from ampfast.optimizers import ByOptimizer
 
 # Longest table that is printed, in lines.
@@ -23,7 +24,7 @@ MOST_LINES = 40
 # Where all parameters overflowed.
 _EVERYWHERE = (
     "These are all trainable parameters of {}: the loss or a forward activation was not finite, or "
-    "the loss times the scale was not. Forward hooks find the layer: see "
+    "the loss times the scale was not. track='modules' names the layer: see "
     '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
@@ -69,12 +70,15 @@ class OverflowReport:
         totals: All parameters that ever overflowed.
         is_everywhere: Whether these are all trainable parameters, two or more, of the optimizers
             that overflowed in that step: their common cause is the loss or an activation.
+        module: With `track="modules"`, the first module whose values were not finite, in the last
+            forward pass that had one.
     """
 
     step: int | None
     parameters: tuple[ParameterOverflows, ...]
     totals: tuple[ParameterOverflows, ...]
     is_everywhere: bool = False
+    module: ModuleFault | None = None
 
     @classmethod
     def of(cls, totals: Iterable[ParameterOverflows]) -> OverflowReport:
@@ -105,14 +109,19 @@ class OverflowReport:
             )
         joint = cls.of(rows.values())
         everywhere = all(each.is_everywhere and each.step == joint.step for each in reports)
-        return replace(joint, is_everywhere=everywhere)
+        module = next((each.module for each in reports if each.module is not None), None)
+        return replace(joint, is_everywhere=everywhere, module=module)
 
     def __str__(self) -> str:
+        first = "" if self.module is None else f"{self.module}\n"
         if self.step is None:
-            return "No infinite or NaN gradients so far."
+            return f"{first}No infinite or NaN gradients so far."
         count = len(self.parameters)
         what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
-        lines = [f"In step {self.step}, {what} not finite.", *table(_OVERFLOWS, self.parameters)]
+        lines = [
+            f"{first}In step {self.step}, {what} not finite.",
+            *table(_OVERFLOWS, self.parameters),
+        ]
         if self.is_everywhere:
             is_one = len({row.optimizer for row in self.parameters}) == 1
             whose = "their optimizer" if is_one else "their optimizers"
@@ -292,8 +301,8 @@ def require_known(track: str | None) -> None:
     """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
     if track is not None and not isinstance(track, str):
         raise TypeError(f"track must be a string or None, got {type(track).__name__}")
-    if track is not None and track != "overflow":
-        raise ValueError(f"track must be 'overflow' or None, got {track!r}")
+    if track not in (None, "overflow", "modules"):
+        raise ValueError(f"track must be 'overflow', 'modules' or None, got {track!r}")
 
 
 def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

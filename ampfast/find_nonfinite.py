@@ -1,0 +1,309 @@
+"""The module whose output, or whose gradient, was the first that is not finite."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ampfast import backends
+from ampfast.backends import TORCH_OPS, core
+from ampfast.backends.core import Factor, Pass
+from ampfast.backends.torch_ops import TensorList
+from ampfast.capture import refuse_capture
+from ampfast.errors import not_compiled
+
+# Forward passes of the model that are kept.
+_KEPT = 64
+_DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+}
+# Rows of a table that is added when the others are full.
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ModuleFault:
+    """The first value of a pass that was not finite.
+
+    Attributes:
+        module: Name of the module in the model, "" for the model itself.
+        type: Name of its class.
+        where: "output" of its forward, or "gradient": of its inputs, in its backward.
+        kind: "nan" or "inf".
+        dtype: dtype of these values.
+        inputs_finite: Whether all that it was given was finite: its inputs or, in backward, the
+            gradients of its outputs.
+        largest: Largest magnitude of what it was given; None if that had no floating-point values.
+        passes_ago: Number of later forward passes of the model.
+    """
+
+    module: str
+    type: str
+    where: str
+    kind: str
+    dtype: torch.dtype
+    inputs_finite: bool
+    largest: float | None
+    passes_ago: int
+
+    def __str__(self) -> str:
+        name = self.module or "the model"
+        became = "became NaN" if self.kind == "nan" else "overflowed"
+        what = "output" if self.where == "output" else "in backward, the gradient of an input"
+        given = "inputs" if self.where == "output" else "gradients of its outputs"
+        told = f"{given} finite"
+        if not self.inputs_finite:
+            told = f"{given} not finite either: what no module computes is at fault"
+        if self.inputs_finite and self.largest is not None:
+            told += f", largest {self.largest:,.6g}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{name} ({self.type}): {what} {became} in {dtype} ({told})"
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor of a pass: the rows of the largest magnitudes of itself and of its gradients.
+
+    A block that runs again in backward does not read its tensors again: they have no row.
+    """
+
+    row: int | None
+    dtype: torch.dtype
+    gradients: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Call:
+    """A module's call: its place among the modules, what it was given and what it returned."""
+
+    module: int
+    inputs: list[_Value]
+    outputs: list[_Value] = field(default_factory=list)
+
+
+class _Pass:
+    """One forward pass of the model, and its backward."""
+
+    def __init__(self) -> None:
+        # Calls in the order of their ends; those that run now, from the outside.
+        self.ended: list[_Call] = []
+        self.running: list[_Call] = []
+        self.tables: list[Tensor] = []
+        self.rows = 0
+        # Rows in the order in which gradients came.
+        self.gradients: list[int] = []
+        self.modules: set[int] = set()
+        self._values: dict[int, tuple[weakref.ref[Tensor], int, _Value]] = {}
+
+    def value_of(self, tensor: Tensor, is_again: bool) -> _Value:
+        """The value of a tensor, which is read unless it was before, or its block runs again."""
+        version = -1 if tensor.is_inference() else tensor._version
+        known = self._values.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return known[2]
+        value = _Value(None if is_again else self._measure(tensor), tensor.dtype)
+        self._values[id(tensor)] = weakref.ref(tensor), version, value
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._came, value))
+        return value
+
+    def is_over_before(self, module: int) -> bool:
+        """Whether a module's call begins another pass, as models may be called by their parts."""
+        is_another = module == 0 or bool(self.gradients) or module in self.modules
+        return is_another and not self.running
+
+    def forget(self) -> None:
+        """Ends the forward pass: tensors may be freed, and others come to their addresses."""
+        self._values.clear()
+
+    def _came(self, value: _Value, gradient: Tensor) -> None:
+        row = self._measure(gradient)
+        value.gradients.append(row)
+        self.gradients.append(row)
+
+    def _measure(self, tensor: Tensor) -> int:
+        """Writes the largest magnitude of a tensor to a new row; NaN wins."""
+        with torch.no_grad():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local = local.detach()
+        number = self.rows % _ROWS
+        if number == 0 or self.tables[-1].device != local.device:
+            self.rows += -self.rows % _ROWS
+            number = 0
+            self.tables.append(torch.zeros(_ROWS, 2, dtype=torch.float64, device=local.device))
+        row = self.rows
+        self.rows += 1
+        work = Pass(False, Factor.NONE, sums=self.tables[-1][number])
+        grads = core.list_of([local], local.device)
+        if grads is None:
+            TORCH_OPS.run(TensorList.of([local]), work)
+        else:
+            backends.choose().kernels_for(local.device).run(grads, work)
+        return row
+
+
+class NonFiniteFinder:
+    """Watches the modules of a model; `report` names the first whose values were not finite.
+
+    Made by `find_nonfinite`; a context manager, whose end removes the hooks.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._passes: deque[_Pass] = deque(maxlen=_KEPT)
+        self._handles: list[Any] = []
+        for number, (_, module) in enumerate(self._modules):
+            before, after = partial(self._before, number), partial(self._after, number)
+            self._handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
+            ]
+
+    def __enter__(self) -> NonFiniteFinder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Removes the hooks; what was found stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def report(self) -> ModuleFault | None:
+        """Returns the fault of the last pass that had one, with one host sync; None if none had.
+
+        Raises:
+            RuntimeError: Under capture.
+        """
+        refuse_capture("a report that the host reads", "ask after the replay")
+        tables = [table for each in self._passes for table in each.tables]
+        if not tables:
+            return None
+        device = tables[0].device
+        on_host = iter(torch.cat([table.to(device) for table in tables])[:, 1].tolist())
+        peaks = [list(islice(on_host, _ROWS * len(each.tables))) for each in self._passes]
+        pairs = zip(reversed(self._passes), reversed(peaks), strict=True)
+        for ago, (each, found) in enumerate(pairs):
+            fault = self._fault_of(each, found, ago)
+            if fault is not None:
+                return fault
+        return None
+
+    def _fault_of(self, one: _Pass, peaks: list[float], ago: int) -> ModuleFault | None:
+        """The first fault of a pass, by the largest magnitudes."""
+        for call in one.ended:
+            for value in call.outputs:
+                if value.row is not None and not math.isfinite(peaks[value.row]):
+                    given = [each.row for each in call.inputs]
+                    return self._fault(call, "output", value, value.row, given, peaks, ago)
+        for row in one.gradients:
+            if math.isfinite(peaks[row]):
+                continue
+            # Of the modules that took the tensor and did not pass it on, inner ones ended first.
+            for call in one.ended:
+                for value in call.inputs:
+                    if row in value.gradients and value not in call.outputs:
+                        given = [number for each in call.outputs for number in each.gradients]
+                        return self._fault(call, "gradient", value, row, given, peaks, ago)
+            # Else none took it: its gradient is that of a loss, or of another function.
+            for call in one.ended:
+                for value in call.outputs:
+                    if row in value.gradients:
+                        return self._fault(call, "gradient", value, row, [row], peaks, ago)
+        return None
+
+    def _fault(
+        self,
+        call: _Call,
+        where: str,
+        value: _Value,
+        row: int,
+        given: Sequence[int | None],
+        peaks: list[float],
+        ago: int,
+    ) -> ModuleFault:
+        name, module = self._modules[call.module]
+        kind = "nan" if math.isnan(peaks[row]) else "inf"
+        before = [peaks[each] for each in given if each is not None]
+        is_finite = all(map(math.isfinite, before))
+        largest = max(before, default=None) if is_finite else None
+        label = name, type(module).__name__, where, kind, value.dtype
+        return ModuleFault(*label, is_finite, largest, ago)
+
+    @not_compiled
+    def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
+        is_again = _is_in_backward()
+        if not is_again and (not self._passes or self._passes[-1].is_over_before(number)):
+            self._passes.append(_Pass())
+        if not self._passes:
+            return
+        one = self._passes[-1]
+        one.modules.add(number)
+        inputs = [one.value_of(tensor, is_again) for tensor in _floating((args, kwargs))]
+        one.running.append(_Call(number, inputs))
+
+    @not_compiled
+    def _after(self, number: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._passes:
+            return
+        one, is_again = self._passes[-1], _is_in_backward()
+        while one.running:
+            call = one.running.pop()
+            if call.module == number:  # else its forward has raised
+                call.outputs = [one.value_of(tensor, is_again) for tensor in _floating(output)]
+                one.ended.append(call)
+                break
+        if not one.running:
+            one.forget()
+
+
+def _is_in_backward() -> bool:
+    """Whether this is a checkpointed block that runs again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _floating(values: Any) -> Iterator[Tensor]:
+    """The tensors in a structure whose values may be infinite."""
+    for each in tree_leaves(values):
+        if isinstance(each, Tensor) and each.dtype in _DTYPES and not each.is_meta:
+            yield each
+
+
+def find_nonfinite(model: torch.nn.Module) -> NonFiniteFinder:
+    """Watches every module of a model for values that are not finite, without a host sync.
+
+    Hooks read the inputs and outputs of each module once, and their gradients in backward; on a GPU
+    each read is one launch, and nothing is copied but the largest magnitude. The last 64 forward
+    passes are kept. Under `torch.compile` each module ends a graph.
+
+    Args:
+        model: The model, before it is compiled.
+
+    Returns:
+        What `report` is asked for. A context manager; `remove` ends it, too.
+
+    Raises:
+        TypeError: If it is no module.
+
+    Example:
+        >>> with ampfast.find_nonfinite(model) as finder:
+        ...     train_one_step()
+        >>> print(finder.report())
+        decoder.fc2 (Linear): output overflowed in float16 (inputs finite, largest 61,440)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return NonFiniteFinder(model)
