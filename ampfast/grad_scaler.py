@@ -43,12 +43,12 @@ from ampfast.optimizers import (
     no_inf_checks,
     takes_grad_scaler,
 )
-from ampfast.passes import Passes, TorchGradScaler
+from ampfast.passes import Passes
 from ampfast.policies import LogMax
 from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.tracking import OverflowReport
-from ampfast.turn import NO_TURN, READY, STEPPED, UNSCALED, Flags, Turn, new_turn
+from ampfast.turn import NO_TURN, READY, STEPPED, UNSCALED, Flags, TorchGradScaler, Turn, new_turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ampfast.backends.scalars import copies_of, inverse, largest, moved, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards, Ranks
 from ampfast.errors import add_note
+from ampfast.turn import TorchGradScaler
 
 Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
@@ -262,11 +264,21 @@ def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
 def _refusal(group: int, index: int, param: object) -> Exception:
     place = f"parameter {index} of group {group}"
     if not isinstance(param, Tensor):
-        found = f"expected param to be torch.Tensor, got {type(param).__name__}"
-        return add_note(AssertionError(found), f"It is {place}.")
+        return add_note(_not_a_tensor(param), f"It is {place}.")
     note = (
         f"The gradient is that of {place}, of shape {tuple(param.shape)} and dtype {param.dtype}. "
         "Keep the parameters in float32 and let autocast choose float16, or say "
         "GradScaler(allow_fp16=True) to unscale float16 gradients all the same."
     )
     return add_note(ValueError("Attempting to unscale FP16 gradients."), note)
+
+
+def _not_a_tensor(param: object) -> Exception:
+    """Returns torch's own error, whose text depends on the version."""
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [param]}])
+    unused = torch.ones(())
+    try:
+        TorchGradScaler("cpu")._unscale_grads_(optimizer, unused, unused, False)
+    except Exception as error:
+        return error
+    return AssertionError()  # an assert that `python -O` leaves out

@@ -20,16 +20,11 @@ from ampfast.master_weights import casts_of
 from ampfast.max_skips import SkipLimit
 from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
-from ampfast.turn import READY, UNSCALED, Flags, Turn, begin, new_turn
+from ampfast.turn import READY, UNSCALED, Flags, TorchGradScaler, Turn, begin, new_turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    TorchGradScaler = torch.amp.GradScaler
-else:
-    # torch's own class, also where an earlier import of ampfast has patched its name.
-    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
 
 class Passes(TorchGradScaler):

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from ampfast.backends.gpu import Ending
     from ampfast.distributed import Agreement
 
+    TorchGradScaler = torch.amp.GradScaler
+else:
+    # torch's own class, also where an earlier import of ampfast has patched its name.
+    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
+
 Flags = dict[Any, Tensor]
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.

@@ -277,14 +277,17 @@ def test_a_mode_sees_torchs_ops() -> None:
 
 
 def test_compiled_code_takes_torchs_function() -> None:
-    def clip(side: Any) -> tuple[Tensor, Tensor]:
+    def clip(side: Any) -> tuple[Tensor | str, Tensor]:
         [param] = with_grads(torch.tensor([3.0, 4.0]))
 
         @torch.compile(backend="eager", fullgraph=True)
         def scaled(param: Tensor) -> Tensor:
             return side.clip_grad_norm_([param], 1.0) * 2
 
-        return scaled(param), param.grad
+        try:
+            return scaled(param), param.grad
+        except torch._dynamo.exc.Unsupported as error:  # torch 2.10 refuses its own function
+            return str(error).partition("\n")[0], param.grad
 
     assert_same(clip(functional), clip(utils))
 

@@ -77,6 +77,8 @@ def test_a_kernel_that_ignores_what_it_is_told(
     """The scaler divides and skips by itself and says so once; sync_free_ refuses."""
     param, trusted = ones(), ones()
     optimizer, before = kind([param], lr=0.5, fused=True), kind([trusted], lr=0.5, fused=True)
+    if not hasattr(before, "_step_supports_amp_scaling"):
+        pytest.skip("to a scaler, the fused Adagrad of this torch is a plain optimizer")
     assert divides_by_itself(before)
     monkeypatch.setattr(torch, KINDS[kind], fault(getattr(torch, KINDS[kind])))
     scaler = ampfast.GradScaler("cpu", 1024.0)

@@ -186,7 +186,8 @@ def test_ranks(python: Call) -> None:
     end += "torch.distributed.destroy_process_group()\n"
     done = python(rank + TRAIN + end, *launcher, "train.py", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 True", "rank 1 True"]
+    lines = re.findall("^rank .*", done.stdout, re.MULTILINE)  # between torch 2.10's about Gloo
+    assert sorted(lines) == ["rank 0 True", "rank 1 True"]
     assert len(re.findall(LINE, done.stderr)) == 1
 
 
