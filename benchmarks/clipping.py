@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import goals, providers
+from . import providers
 from .cases import GradCase, make_gradients
-from .goals import CLIP, DEFERRED_CLIP
-from .harness import Contender, Measured, Setting, assert_same
+from .kernels import MOST_LISTS, lists_in_turn
 from .machine import require_memory
-from .steps import MOST_LISTS, NoOptimizer, lists_in_turn, make_scaler, optimizer_over
-from .timing import dtype_name, time_contenders
+from .providers import exact_norm
+from .steps import NoOptimizer, make_scaler, optimizer_over
+from .timing import Contender, Measured, Setting, assert_same, dtype_name, time_contenders
 
+CLIP = "clip"
+DEFERRED_CLIP = "clip, in_place=False"
 REPLACES = {DEFERRED_CLIP: CLIP}
 # Multiples of a list's bytes: read for the norm, then read and written; or read once.
 PASSES = {CLIP: 3, DEFERRED_CLIP: 1}
@@ -34,7 +36,7 @@ DRIFT = 0.02
 
 def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     """Times `clip_grad_norm_` against `unscale_` and torch's `clip_grad_norm_`."""
-    lists, device = lists_in_turn(case, dtype, on), on.device
+    device, lists = on.device, lists_in_turn(case, dtype, on, whole_calls=True)
     names, notes = providers.available(device)
     measured = Measured(notes=notes)
     if dtype is torch.float16:
@@ -74,10 +76,8 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     )
     for now, before in zip(gradients[0], first, strict=False):
         torch.testing.assert_close(now, before, rtol=DRIFT, atol=0)
-    for row in timed.rows():
-        measured.rows.append(replace(row, bytes=PASSES[row.call] * timed.list_bytes))
-    for name in names:
-        measured.goals += goals.of_clipping(timed, name)
+    size = case.list_bytes(dtype)
+    measured.rows = [replace(row, bytes=PASSES[row.call] * size) for row in timed.rows()]
     return measured
 
 
@@ -131,9 +131,3 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
         tolerance = error + 4 * torch.finfo(dtype).eps + ORDER_OF_SUMS
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
-
-
-def exact_norm(gradients: Sequence[Tensor]) -> float:
-    """2-norm in float64."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms)).item())

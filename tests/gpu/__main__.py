@@ -97,7 +97,7 @@ def stages(results: Path, out: Path, rehearses: bool = False) -> list[list[Part]
         details = r"^(FAILED|skipped|left out|stopped)\b"
         # The end of a long output may be all that is kept: the verdict, and what decides.
         more = {"details": details, "after": keep, "least": least, "shown": name != "bench"}
-        return Part(name, [command], seconds, sound, "goals were not met", **more)
+        return Part(name, [command], seconds, sound, "^Against torch", **more)
 
     return [
         [

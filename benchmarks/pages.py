@@ -1,0 +1,174 @@
+"""What is written of results: the report of a run, and the figures of README.md and docs/."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+
+from . import pictures, tables
+from .results import Results, Row, write_whole
+
+REPORT, PLOTS = "report.html", "plots"
+METHOD = (
+    "Before timing, results are compared with torch's, bit for bit but for norms; on a difference "
+    "nothing is timed and the run fails.",
+    "Both sides are measured in one run and take turns in rounds, every other round backwards; a "
+    "ratio is taken within each round, and its median over the rounds is shown. Times are medians, "
+    "the spread half of the distance from the 20th to the 80th percentile. A dash means not "
+    "measured; nothing is estimated.",
+    "On a CPU, ms is the wall time of the call. On a GPU it is the device's own clock, and us the "
+    "time until the call returns.",
+)
+START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+README, DOCS = "README.md", "docs/benchmarks.md"
+# Nothing else is kept there.
+PICTURES = "docs/measured"
+RESULTS = "benchmarks/results"
+# To show in README.md.
+LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
+
+
+def write_report(results: Results, folder: Path) -> Path:
+    """Writes a self-contained page with pictures first, and its pictures; returns its path."""
+    figures = pictures.draw(results)
+    drawn = [base64.b64encode(pictures.svg(each).encode()).decode() for each in figures.values()]
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template("report.html.jinja").render(
+        results=results,
+        sentences=[tables.score(results), tables.gain_of_a_step(results)],
+        pictures=list(zip(figures, drawn, strict=True)),
+        tables=tables.of(results),
+        method=METHOD,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / REPORT, text)
+    pictures.write(figures, folder / PLOTS)
+    return folder / REPORT
+
+
+def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
+    """torch's row and ampfast's of each real loop with plain AdamW, by its case."""
+    both = tables.pairs(tables.usual_loops(results.rows), "loops")
+    return {row.case: (theirs, row) for theirs, row in both if not row.call.startswith("fused")}
+
+
+def readme_block(results: Results) -> str:
+    """Real loops, steps that clip, what a whole step gains, and how it was measured."""
+    rows = loops_of(results)
+    lines = []
+    for case in LOOPS:
+        theirs, ours = rows.get(case, (None, None))
+        told = case
+        if ours is not None:
+            _, *schedule = ours.call.split(", ")
+            told = ", ".join((case, f"{ours.tensors} parameters", *schedule))
+        cells = [_cell(row and row.host_us, "us") for row in (theirs, ours)]
+        lines.append((f"scaler alone: {told}", "-", *cells, tables.times(ours and ours.vs_torch)))
+    clipped = clipped_steps(results)
+    sides = ("no scaler", "torch's scaler", "ampfast")
+    header = ("time under bfloat16 of", *sides, "faster than torch's")
+    table = tables.Table("", "", "", header, lines + clipped, 1).markdown()
+    told = tables.gain_of_a_step(results)
+    if clipped:
+        step, none, torchs, ours_, _ = clipped[0]
+        told = (
+            f"For example, a {step}: torch clips it in {none} without a scaler and in {torchs} "
+            f"with its scaler; ampfast's scaler, which clips, too, takes {ours_}. {told}"
+        )
+    return "\n\n".join((told, table, _heading(results, f"{RESULTS}/")))
+
+
+def _cell(spread: tuple[float, float, float] | None, unit: str) -> str:
+    return f"{tables.number(spread[1])} {unit}" if spread else tables.NOT_MEASURED
+
+
+def clipped_steps(results: Results) -> list[tuple[str, ...]]:
+    """Lines of whole steps that torch clips, without a scaler and with its own, or ampfast's."""
+    at = {row.name: row for row in results.rows if row.subject == "training" and row.ms}
+    lines = []
+    for ours in at.values():
+        if ours.replaces and "fused" not in ours.call:
+            place = ("training", ours.case, ours.dtype, ours.replaces)
+            sides = (at.get((*place, tables.NO_SCALER)), at.get((*place, "torch")), ours)
+            told = f"whole step, clipped: {ours.case}, {ours.replaces.removesuffix(', clip')}"
+            cells = [_cell(row and row.ms, "ms") for row in sides]
+            lines.append((told, *cells, tables.times(ours.vs_torch)))
+    return lines
+
+
+def docs_block(results: Results) -> str:
+    """Every table, with its picture."""
+    names = {"kernels": "throughput"}
+    parts = [_heading(results, f"../{RESULTS}/")]
+    drawn = pictures.draw(results)
+    for table in tables.of(results):
+        name = names.get(table.subject, table.subject)
+        image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
+        parts += [f"### {table.title}", table.how, *image, table.markdown()]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[Results], str]] = {README: readme_block, DOCS: docs_block}
+
+
+def file_name(results: Results) -> str:
+    """Name of a committed result file."""
+    place = str(results.machine.get("gpu") or "cpu").lower().removeprefix("nvidia")
+    short = re.sub(r"[^a-z0-9]+", "-", place).strip("-")
+    return f"{short}-torch{results.torch.split('+')[0]}-{results.date[:10]}.json"
+
+
+def write_pages(folder: Path, file: Path) -> None:
+    """Writes a result file's figures into both pages, its pictures, and the file itself.
+
+    The result file that README.md named before is removed. Nothing is written if the result lacks a
+    loop that README.md shows, or a page does not have each marker once, in order.
+    """
+    results = Results.read(file)
+    if missing := [case for case in LOOPS if case not in loops_of(results)]:
+        raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")
+    texts = {page: with_block(folder / page, block(results)) for page, block in PAGES.items()}
+    old = [split(folder / page)[1] for page in PAGES]
+    earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
+    figures = pictures.draw(results)
+    (folder / RESULTS).mkdir(parents=True, exist_ok=True)
+    results.write(folder / RESULTS / file_name(results))
+    pictures.write(figures, folder / PICTURES, png=False)
+    for page, text in texts.items():
+        write_whole(folder / page, text)
+    for name in earlier - {file_name(results)}:
+        (folder / RESULTS / name).unlink(missing_ok=True)
+
+
+def split(page: Path) -> tuple[str, str, str]:
+    """Text before, between and after the markers of a page; ValueError without them."""
+    text = page.read_text(encoding="utf-8")
+    before, start, rest = text.partition(START)
+    block, end, after = rest.partition(END)
+    if not (start and end) or START in rest or END in before + after:
+        raise ValueError(f"{page} must contain {START} and {END}, once each and in this order")
+    return before, block, after
+
+
+def with_block(page: Path, block: str) -> str:
+    """Text of a page with another block between its markers."""
+    before, _, after = split(page)
+    return f"{before}{START}\n{block}\n{END}{after}"
+
+
+def _heading(results: Results, folder: str) -> str:
+    """Machine, versions, date and file of the measurements, and how many are won."""
+    name = file_name(results)
+    return " ".join(
+        (
+            f"Measured on {results.place} with {results.versions}, {results.date[:10]}.",
+            f"Medians, both sides in one run; all of it: [`{name}`]({folder}{name}).",
+            tables.score(results),
+            *results.caveats,
+        )
+    )
