@@ -189,7 +189,7 @@ def _setting(device: torch.device, quick: bool, rehearse: bool) -> Setting:
             stand_in()
         return Setting(device, REHEARSAL, HostQueue())
     if device.type == "cuda":
-        return Setting(device, GPU_QUICK if quick else GPU_FULL, CudaQueue(device))
+        return Setting(device, GPU_QUICK if quick else GPU_FULL, CudaQueue())
     return Setting(device, QUICK if quick else FULL)
 
 

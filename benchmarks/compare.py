@@ -11,25 +11,19 @@ from .tables import Table, number
 FASTER, SLOWER, SAME, UNKNOWN = "faster", "slower", "within spread", "no spread"
 
 
-def changes(first: Results, second: Results) -> list[tuple[Row, str, float, float, str]]:
-    """Row of the second result, measure, both medians and verdict, of each row that both have."""
-    others = {row.name: row for row in second.rows}
-    return [
-        (others[row.name], *change)
-        for row in first.rows
-        if row.name in others
-        for change in _changes(row, others[row.name])
-    ]
-
-
-def _changes(first: Row, second: Row) -> Iterator[tuple[str, float, float, str]]:
-    for measure in ("ms", "host_us"):
-        a, b = getattr(first, measure), getattr(second, measure)
-        if a and b:
-            verdict = FASTER if b.p80 < a.p20 else SLOWER if b.p20 > a.p80 else SAME
-            yield measure, a.p50, b.p50, verdict
-    if first.ns_each and second.ns_each and first.ns_each != second.ns_each:
-        yield "ns_each", first.ns_each, second.ns_each, UNKNOWN
+def changes(first: Results, second: Results) -> Iterator[tuple[Row, str, float, float, str]]:
+    """Row, measure, both medians and verdict, of each row that both have."""
+    rows = {row.name: row for row in second.rows}
+    for before in first.rows:
+        if (after := rows.get(before.name)) is None:
+            continue
+        for measure in ("ms", "host_us"):
+            a, b = getattr(before, measure), getattr(after, measure)
+            if a and b:
+                verdict = FASTER if b.p80 < a.p20 else SLOWER if b.p20 > a.p80 else SAME
+                yield after, measure, a.p50, b.p50, verdict
+        if before.ns_each and after.ns_each and before.ns_each != after.ns_each:
+            yield after, "ns_each", before.ns_each, after.ns_each, UNKNOWN
 
 
 def table(first: Results, second: Results, everything: bool = False) -> Table:
@@ -44,29 +38,23 @@ def table(first: Results, second: Results, everything: bool = False) -> Table:
     return Table("compare", "The second over the first, by medians", "", header, lines, len(names))
 
 
-def summary(first: Results, second: Results) -> list[str]:
+def summary(first: Results, second: Results) -> Iterator[str]:
     """Numbers of verdicts, and of rows that one result lacks."""
     counts = Counter(verdict for *_, verdict in changes(first, second))
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    lines = [told or "the two have nothing in common"]
+    yield told or "the two have nothing in common"
     names = [{row.name for row in each.rows} for each in (first, second)]
     for which, only in (("first", names[0] - names[1]), ("second", names[1] - names[0])):
         if only:
             subjects = ", ".join(sorted({subject for subject, *_ in only}))
-            lines.append(f"only in the {which}: {len(only)} rows ({subjects})")
-    return lines
+            yield f"only in the {which}: {len(only)} rows ({subjects})"
 
 
 def environments(first: Results, second: Results) -> Iterator[str]:
     """Machine and torch first, as ratios across these say little about ampfast."""
-    both = [
-        {**each.machine, "load": None, "torch": each.torch, "triton": each.triton}
-        for each in (first, second)
-    ]
-    keys = [key for key in both[0] | both[1] if both[0].get(key) != both[1].get(key)]
-    yield from (
-        f"{k} differs: {both[0].get(k) or 'none'} and {both[1].get(k) or 'none'}" for k in keys
-    )
+    a, b = ({**x.machine, "load": 0, "torch": x.torch, "triton": x.triton} for x in (first, second))
+    keys = [key for key in a | b if a.get(key) != b.get(key)]
+    yield from (f"{key} differs: {a.get(key)} and {b.get(key)}" for key in keys)
     if keys:
         yield "so times differ for more reasons than ampfast's code"
     for which, each in (("first", first), ("second", second)):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -36,25 +36,15 @@ CLIP_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Kind:
-    """What a loop does.
+    """What a loop does."""
 
-    Attributes:
-        fused: Whether its optimizer is fused, and takes scale and flag.
-        clip: Whether it clips: with a scaler of ours `by_scaler`, else by torch's function.
-        schedule: Whether its learning rate follows a schedule, whose wrapper of `step` counts as
-            the scaler's time on both sides.
-        feature: Name of what ampfast's scaler does besides, and torch's does not: `options` are its
-            arguments. With "StepGuard" ampfast's is one.
-        follows_torch: Whether scale and growth tracker are torch's, too.
-    """
-
-    fused: bool = False
+    fused: bool = False  # its optimizer takes scale and flag
     clip: bool = False
-    by_scaler: bool = False
-    schedule: bool = False
-    feature: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    follows_torch: bool = True
+    by_scaler: bool = False  # ampfast's scaler clips, not torch's function
+    schedule: bool = False  # whose wrapper of `step` counts as the scaler's time on both sides
+    feature: str = ""  # name of what ampfast's scaler does besides, and torch's does not
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the feature
+    follows_torch: bool = True  # scale and growth tracker are torch's, too
 
     def call(self, net: Net) -> str:
         """Name of the loop, the same for all sides."""
@@ -106,8 +96,7 @@ class Lesson:
             return self.module(*self.inputs)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Nanoseconds of one iteration: the scaler's by part, and all of it."""
 
     scale: int
@@ -228,8 +217,7 @@ def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequen
     """Trains the module with torch's scaler, and copies of its parameters with each of ours.
 
     All use the gradients of one backward pass, which is not deterministic on a GPU. The scale grows
-    and backs off; scale, tracker and parameters are compared after each step: bit for bit, but for
-    clipping by the scaler, whose norm is more exact.
+    and backs off. Bits are compared, but for clips by the scaler, whose norm is more exact.
     """
     theirs = Loop(net, kinds[0], "torch", lesson)
     torchs = theirs.parameters
@@ -283,12 +271,6 @@ def jobs(on: Setting) -> list[Job]:
     ]
 
 
-def measure(net: Net, kind: Kind, on: Setting) -> Measured:
-    """Trains with torch's scaler and with ampfast's, step by step in turn."""
-    with group_of_one() if kind.feature == GROUP else contextlib.nullcontext():
-        return _measure(net, kind, on)
-
-
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
     """Default process group of this process alone."""
@@ -300,7 +282,11 @@ def group_of_one() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _measure(net: Net, kind: Kind, on: Setting) -> Measured:
+def measure(net: Net, kind: Kind, on: Setting) -> Measured:
+    """Trains with torch's scaler and with ampfast's, step by step in turn."""
+    if kind.feature == GROUP and not distributed.is_initialized():
+        with group_of_one():
+            return measure(net, kind, on)
     ours, what = backends.default_for(on.device), f"{net.name}, {kind.call(net)}"
     assert_parity(net, Lesson.of(net, on.device), [kind], [ours])
     loops = {

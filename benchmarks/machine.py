@@ -120,20 +120,12 @@ def require_memory(needed: int, device: torch.device) -> None:
 
 
 def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """Number of tensors per launch of torch's op on a GPU.
+    """Number of tensors per launch of torch's op on a GPU; `cuda` is `torch.version.cuda`.
 
     110 fit into 4 KB of arguments. From torch 2.12 on, built with CUDA 13, it takes 32 KB.
-
-    Args:
-        torch_version: `torch.__version__`.
-        cuda: `torch.version.cuda`; None for a build without CUDA, such as one with ROCm.
     """
-
-    def numbers(version: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", version)[:2]]
-
-    large = cuda is not None and numbers(cuda) >= [13] and numbers(torch_version) >= [2, 12]
-    return 770 if large else 110
+    of_torch, of_cuda = ([*map(int, re.findall(r"\d+", v))] for v in (torch_version, cuda or "0"))
+    return 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -13,16 +13,6 @@ from . import pictures, tables
 from .results import Results, Row, write_whole
 
 REPORT, PLOTS = "report.html", "plots"
-METHOD = (
-    "Before timing, results are compared with torch's, bit for bit but for norms; on a difference "
-    "nothing is timed and the run fails.",
-    "Both sides are measured in one run and take turns in rounds, every other round backwards; a "
-    "ratio is taken within each round, and its median over the rounds is shown. Times are medians, "
-    "the spread half of the distance from the 20th to the 80th percentile. A dash means not "
-    "measured; nothing is estimated.",
-    "On a CPU, ms is the wall time of the call. On a GPU it is the device's own clock, and us the "
-    "time until the call returns.",
-)
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 README, DOCS = "README.md", "docs/benchmarks.md"
 # Nothing else is kept there.
@@ -43,7 +33,6 @@ def write_report(results: Results, folder: Path) -> Path:
         sentences=[tables.score(results), tables.gain_of_a_step(results)],
         pictures=list(zip(figures, drawn, strict=True)),
         tables=tables.of(results),
-        method=METHOD,
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / REPORT, text)

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 # Version of the files.
 FORMAT = 3
-# Load average of the last minute, per core, beyond which others take the cores from a run.
-BUSY = 1.5
-# Cores that other programs took during the run, as a fraction of all, likewise.
-TAKEN = 0.1
+# Load average, and cores that other programs took, per core, beyond which times are not trusted.
+BUSY, TAKEN = 1.5, 0.1
 
 
 class Spread(NamedTuple):
@@ -33,58 +31,34 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement; missing values are None, never an estimate.
+    """A measurement; missing values are None, never an estimate."""
 
-    Attributes:
-        subject: Part of the run.
-        case: Gradients or net; "cold" if as many lists took turns as keep each out of the cache.
-        dtype: Dtype of the gradients, or of autocast.
-        call: Calls that were timed.
-        side: "torch", "ampfast" (with its backend, but for a CPU's), "no scaler" or "a loop".
-        ms: Device time; on a CPU the wall time of the call.
-        host_us: Time until the call returns, on a GPU from an empty queue. In a training loop the
-            scaler's own time.
-        rounds: Rounds in which all sides took turns.
-        timer: How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued
-            behind one another; "waits", including the call's wait for the device; "loop", one after
-            another as in training, where the slower of host and device counts.
-        replaces: torch's call that this one is compared with, if it has another name.
-        vs_torch: torch's time over this one's, the median over rounds.
-        host_vs_torch: The same for host time.
-        over_none: Time over that of the same training without a scaler, the median over rounds.
-        list_bytes: Size of the gradients.
-        bytes: The least that the call must move, as in `providers.moved_bytes`.
-        copy_gb_s: Bandwidth of a copy that moves as many bytes.
-        tensors: Number of gradients.
-        elements: Their elements in all.
-        ns_each: Nanoseconds per additional tensor or element.
-        parts_us: The scaler's own time in `scale`, `step` and `update`.
-        share: Its fraction of the iteration.
-        missing: Why it has no figures, such as a dtype that this side has no kernel for.
-    """
-
-    subject: str
-    case: str
-    dtype: str
+    subject: str  # part of the run
+    case: str  # gradients or net; "cold" if so many took turns that none stayed in the cache
+    dtype: str  # of the gradients, or of autocast
     call: str
-    side: str
-    ms: Spread | None = None
+    side: str  # "torch", "ampfast" (with its backend, but for a CPU's), "no scaler" or "a loop"
+    ms: Spread | None = None  # device time; on a CPU the wall time of the call
+    # Until the call returns, on a GPU from an empty queue; in a loop the scaler's own time.
     host_us: Spread | None = None
-    rounds: int | None = None
+    rounds: int | None = None  # in which all sides took turns
+    # How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one
+    # another; "waits", including the call's wait for the device; "loop", one after another as in
+    # training, where the slower of host and device counts.
     timer: str | None = None
-    replaces: str | None = None
-    vs_torch: float | None = None
-    host_vs_torch: float | None = None
-    over_none: float | None = None
-    list_bytes: int | None = None
-    bytes: int | None = None
-    copy_gb_s: float | None = None
+    replaces: str | None = None  # torch's call to compare with, if it has another name
+    vs_torch: float | None = None  # torch's time over this one's, the median over rounds
+    host_vs_torch: float | None = None  # the same for host time
+    over_none: float | None = None  # time over the same without a scaler, or without tracking
+    list_bytes: int | None = None  # of the gradients
+    bytes: int | None = None  # that the call must move, as in `providers.moved_bytes`
+    copy_gb_s: float | None = None  # of a copy of as many bytes
     tensors: int | None = None
     elements: int | None = None
-    ns_each: float | None = None
-    parts_us: tuple[float, float, float] | None = None
-    share: float | None = None
-    missing: str | None = None
+    ns_each: float | None = None  # nanoseconds per additional tensor or element
+    parts_us: tuple[float, float, float] | None = None  # own time in `scale`, `step`, `update`
+    share: float | None = None  # of the scaler's own time in the iteration
+    missing: str | None = None  # why it has no figures
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -104,11 +78,7 @@ class Row:
 
 @dataclass
 class Results:
-    """All measurements of a run.
-
-    `complete` is false if a part was cut off, failed or did not fit; `notes` give omissions with
-    their reasons. `asked` are the requested parts, `seconds` the duration.
-    """
+    """All measurements of a run."""
 
     machine: dict[str, Any]
     torch: str
@@ -116,10 +86,10 @@ class Results:
     ampfast: str
     commit: str | None
     date: str
-    complete: bool = True
+    complete: bool = True  # false if a part was cut off, failed or did not fit
     seconds: float | None = None
-    asked: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    asked: dict[str, Any] = field(default_factory=dict)  # requested parts
+    notes: list[str] = field(default_factory=list)  # omissions with their reasons
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -168,11 +138,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Reads a file of `write`, without fields that only earlier versions had.
-
-        Raises:
-            ValueError: If it is no result, or of another format.
-        """
+        """Reads a file of `write`, without what only earlier versions wrote; or ValueError."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if (version := content.get("format")) != FORMAT:

@@ -27,8 +27,7 @@ COMPARED_AT_ONCE = 1 << 22
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Seconds that the device is kept busy while calls are queued. Doubled until they suffice.
-FIRST_HOLD_S = 200e-6
-LONGEST_HOLD_S = 0.2
+FIRST_HOLD_S, LONGEST_HOLD_S = 200e-6, 0.2
 # Calls behind one hold: a queue takes some 1,000 launches, beyond which the host waits.
 STRETCH = 8
 # At least any device's clock rate, so the device is held no shorter than asked.
@@ -117,12 +116,8 @@ class HostQueue:
 class CudaQueue(HostQueue):
     """The current stream of a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)
-
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize()
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -140,12 +135,12 @@ class CudaQueue(HostQueue):
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
         # On the capturing stream, so that nothing is compiled or allocated during the capture.
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         self.synchronize()
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(side):
             body()
         self.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._side):
+        with torch.cuda.graph(graph, stream=side):
             body()
         self.synchronize()
         return graph.replay
@@ -199,9 +194,8 @@ def time_on_host(contender: Contender, calls: range) -> float:
 def interleave(
     contenders: Sequence[Contender], effort: Effort, cycle: int = 2, timer: Timer = time_on_host
 ) -> Samples:
-    """Times the contenders in turn, until the time for the comparison is used up.
+    """Times the contenders in turn, every other round backwards, until the time is used up.
 
-    Every other round goes backwards (A B B A ...), so that no place in the order is an advantage.
     After `cycle` calls, at least 2, a contender has undone what it did; a sample is a multiple of
     it. `timer` gives the mean seconds of a range of calls.
     """
@@ -369,9 +363,8 @@ def time_contenders(
 ) -> Timed:
     """Times contenders in turn; on a GPU device time and, of those that are `alone`, host time.
 
-    After `cycle` calls, by default two for each list, a contender has undone what it did. `alone`
-    are the same contenders over one list. Device time is taken from CUDA graphs with `graphs`, if
-    they can be captured.
+    After `cycle` calls, by default two for each list, a contender has undone what it did. Device
+    time is taken from CUDA graphs with `graphs`, if they can be captured.
     """
     cycle, queue, host = cycle or 2 * lists, on.queue, {}
     timer: Any = time_on_host

@@ -254,7 +254,7 @@ def test_master_weights_that_are_wrong_are_not_timed(monkeypatch, call, wrong, m
             if wrong == "rounded":
                 self.parameters[1][3] += 0.01
             if wrong == "scale":
-                self._scaler.update(1.0)
+                self.scaler.update(1.0)
 
     monkeypatch.setattr(master_weights, "Loop", Wrong)
     monkeypatch.setattr(master_weights, "interleave", lambda *a, **k: pytest.fail("was timed"))
