@@ -7,7 +7,6 @@ import datetime
 import math
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,22 +151,16 @@ def bench(arguments: Sequence[str]) -> int:
     on = _setting(device, options.quick, options.rehearse)
     subjects = options.only or [each for each in SUBJECTS if each not in ON_REQUEST]
     jobs = [(f"{each}: {job.label}", job) for each in subjects for job in SUBJECTS[each](on)]
-    exit_code, stopped = INTERRUPTED, threading.Event()
-
-    def stop(*_: object) -> None:
-        # Only the first signal interrupts, so that no other keeps results from being written.
-        if not stopped.is_set():
-            stopped.set()
-            raise KeyboardInterrupt
-
+    exit_code = INTERRUPTED
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, signal.default_int_handler)
     try:
         exit_code = run(jobs, results, file, started, started + options.limit)
-        stopped.set()
     except KeyboardInterrupt:
-        results.complete = False
         print("stopped; results so far follow", flush=True)
+    # So that none keeps results from being written.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _save(results, file)
     for table in tables.of(results):
         print(table.text())

@@ -88,11 +88,7 @@ CASES = {name: GradCase(name, tuple(shapes)) for name, shapes in _SHAPES.items()
 
 
 def make_gradients(case: GradCase, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Separately allocated tensors of these shapes, as autograd creates them.
-
-    Values lie in [0.5, 2], where halving and doubling are exact in every dtype, so that they do not
-    drift however often they are unscaled.
-    """
+    """Separately allocated tensors of these shapes, as autograd creates them."""
     return [
         torch.empty(shape, dtype=dtype, device=device).uniform_(0.5, 2.0) for shape in case.shapes
     ]

@@ -63,10 +63,7 @@ def lists_jobs(
 def lists_in_turn(
     case: GradCase, dtype: torch.dtype, on: Setting, whole_calls: bool = False
 ) -> int:
-    """Number of lists in turn for which none stays in the cache, and all fit into memory.
-
-    For whole calls of the scaler one on a CPU, as in training.
-    """
+    """Number of lists in turn for which none stays in the cache, and all fit into memory."""
     size, most = case.list_bytes(dtype), MOST_LISTS if whole_calls else MAX_LISTS
     # A rehearsal takes two turns, to see that they are taken.
     most = 1 if whole_calls and on.queue is None else 2 if on.rehearses else most
@@ -82,12 +79,7 @@ def measure(
     paths: Sequence[str] = (),
     subject: str = "kernels",
 ) -> Measured:
-    """Times each provider's paths over one list beside a copy.
-
-    A backend with wrong results is left out, with a note. On a CPU one list alone, still cached
-    after it was written, and enough lists in turn that even a small one has left the cache; on a
-    GPU the latter, and launches over existing tables.
-    """
+    """Times each provider's paths over one list beside a copy; leaves a wrong backend out."""
     device, what = on.device, f"{case.name} {dtype_name(dtype)}"
     rotation, (names, notes) = lists_in_turn(case, dtype, on), providers.available(device)
     # The part "decisive" has norms on a GPU.
@@ -106,6 +98,7 @@ def measure(
         raise AssertionError("; ".join(notes))
     del gradients
     measured = Measured(notes=notes)
+    # On a CPU one list alone, still cached after it was written, and lists that leave the cache.
     for count in dict.fromkeys([rotation] if on.queue else [1, rotation]):
         lists = Lists(case, dtype, device, count)
         timed = time_contenders(

@@ -23,7 +23,7 @@ from ampfast import _C, GradScaler, backends
 from ampfast.backends.gpu import DeviceKernels
 
 from .loops import group_of_one
-from .steps import NoFusedOptimizer, NoOptimizer
+from .steps import optimizer_over
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = (10, 160, 1000)
@@ -59,9 +59,9 @@ def print_times(kernels: str, rounds: int, calls: int) -> None:
     print("Over a driver that does nothing: host time only, in microseconds, minima.\n")
     print(f"| kernels | calls | {' | '.join(f'{each:,} parameters' for each in PARAMETERS)} |")
     print(f"| --- | --- |{' --: |' * len(PARAMETERS)}")
-    for title, make in CALLS.items():
-        times = [best(make(kind, count), rounds, calls) for count in PARAMETERS]
-        print(f"| {name} | {title} | {' | '.join(f'{us:.1f}' for us in times)} |")
+    for path in CALLS:
+        times = [best(call_of(path, kind, count), rounds, calls) for count in PARAMETERS]
+        print(f"| {name} | {path} | {' | '.join(f'{us:.1f}' for us in times)} |")
 
 
 def give_kernels(kind: str) -> str:
@@ -99,62 +99,33 @@ def prepare_cuda() -> tuple[str, ModuleType]:
 PREPARE = {"triton": prepare_triton, "cuda": prepare_cuda}
 
 
-def started(
-    kind: Callable[[str], torch.amp.GradScaler], count: int, optimizer: type[NoOptimizer]
-) -> tuple[Any, NoOptimizer]:
-    """A scaler, and an optimizer of so many parameters with gradients."""
-    params = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(count)]
-    for param in params:
-        param.grad = torch.ones(ELEMENTS)
-    scaler = kind("cpu")
+UNSCALE, FUSED, CLIP = CALLS = (
+    *("`unscale_` + `update`", "fused `step_and_update`", "clip + `step` + `update`"),
+)
+
+
+def call_of(path: str, kind: Callable[[str], Any], count: int) -> Callable[[], None]:
+    """Calls of a scaler of ours, or the nearest of torch's, over so many parameters."""
+    gradients = [torch.ones(ELEMENTS) for _ in range(count)]
+    optimizer, scaler = optimizer_over(gradients, path == FUSED), kind("cpu")
+    params, is_ours = optimizer.param_groups[0]["params"], isinstance(scaler, GradScaler)
     scaler.scale(torch.ones(()))
-    return scaler, optimizer(params)
-
-
-def unscale(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    scaler, optimizer = started(kind, count, NoOptimizer)
 
     def call() -> None:
-        scaler.unscale_(optimizer)
-        scaler.update()
-
-    return call
-
-
-def fused_step(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    scaler, optimizer = started(kind, count, NoFusedOptimizer)
-
-    def both() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    def at_once() -> None:
-        scaler.step_and_update(optimizer)
-
-    return at_once if isinstance(scaler, GradScaler) else both
-
-
-def clipped(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    scaler, optimizer = started(kind, count, NoOptimizer)
-    params = optimizer.param_groups[0]["params"]
-
-    def call() -> None:
-        if isinstance(scaler, GradScaler):
+        if path == FUSED and is_ours:
+            scaler.step_and_update(optimizer)
+            return
+        if path == CLIP and is_ours:
             scaler.clip_grad_norm_(optimizer, 1.0)
-        else:
+        elif path != FUSED:
             scaler.unscale_(optimizer)
+        if path == CLIP and not is_ours:
             torch.nn.utils.clip_grad_norm_(params, 1.0)
-        scaler.step(optimizer)
+        if path != UNSCALE:
+            scaler.step(optimizer)
         scaler.update()
 
     return call
-
-
-CALLS = {
-    "`unscale_` + `update`": unscale,
-    "fused `step_and_update`": fused_step,
-    "clip + `step` + `update`": clipped,
-}
 
 
 def best(call: Callable[[], object], rounds: int, calls: int) -> float:

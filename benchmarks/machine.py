@@ -58,10 +58,7 @@ def default_device() -> torch.device:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Last cache before the memory of a GPU or of the CPU's first core, in bytes.
-
-    A typical size where it cannot be read.
-    """
+    """Last cache before the memory of a GPU or of the CPU's first core, in bytes."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return getattr(properties, "L2_cache_size", 0) or DEFAULT_GPU_CACHE_BYTES
@@ -99,10 +96,7 @@ def _line(path: str, name: str) -> str | None:
 
 
 def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
-    """Memory left by a container's limit in bytes; None without a limit.
-
-    Cached files count as free.
-    """
+    """Memory left by a container's limit in bytes; None without a limit."""
     try:
         most = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
@@ -120,10 +114,7 @@ def require_memory(needed: int, device: torch.device) -> None:
 
 
 def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """Number of tensors per launch of torch's op on a GPU; `cuda` is `torch.version.cuda`.
-
-    110 fit into 4 KB of arguments. From torch 2.12 on, built with CUDA 13, it takes 32 KB.
-    """
+    """Number of tensors per launch of torch's op on a GPU; `cuda` is `torch.version.cuda`."""
     of_torch, of_cuda = ([*map(int, re.findall(r"\d+", v))] for v in (torch_version, cuda or "0"))
     return 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110
 

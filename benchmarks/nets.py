@@ -13,18 +13,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Net:
-    """Net and its training; its name has sizes that are not the published ones.
-
-    The module's forward takes `inputs`, a random batch, and returns the loss. `step_bytes` bounds a
-    step's memory besides parameters, gradients and optimizer state.
-    """
+    """Net, whose forward takes a batch and returns the loss; its name has unpublished sizes."""
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, float]
-    step_bytes: int = 1 << 30
+    step_bytes: int = 1 << 30  # besides parameters, gradients and optimizer state
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the parameters, without allocating any."""
@@ -81,10 +77,7 @@ def conv_net() -> Net:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype:
-    """16-bit dtype to train with; most CPUs have no float16 arithmetic.
-
-    The scaler's work is the same in both: gradients are those of float32 parameters.
-    """
+    """16-bit dtype to train with; most CPUs have no float16 arithmetic."""
     return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 

@@ -113,11 +113,7 @@ def file_name(results: Results) -> str:
 
 
 def write_pages(folder: Path, file: Path) -> None:
-    """Writes a result file's figures into both pages, its pictures, and the file itself.
-
-    The result file that README.md named before is removed. Nothing is written if the result lacks a
-    loop that README.md shows, or a page does not have each marker once, in order.
-    """
+    """Writes a result file's figures into both pages, its pictures, and the file itself."""
     results = Results.read(file)
     if missing := [case for case in LOOPS if case not in loops_of(results)]:
         raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")

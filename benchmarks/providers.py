@@ -79,10 +79,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a provider, given the result of `prepare` for a list, and the turn, 0 or 1.
-
-    ampfast's norm is returned as its square.
-    """
+    """Calls of a provider, given what `prepare` makes of a list, and the turn, 0 or 1."""
 
     provider: str
     prepare: Callable[[Gradients], Any]
@@ -122,10 +119,7 @@ def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def torch_calls(scalars: Scalars) -> Calls:
-    """torch's op, and the calls around it.
-
-    Its check, as in the scaler, is the same op with an inverse scale of 1, which writes, too.
-    """
+    """torch's op, and the calls around it."""
     s = scalars
 
     def unscale(gradients: Gradients, turn: int) -> None:
@@ -152,10 +146,7 @@ def torch_calls(scalars: Scalars) -> Calls:
 
 
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
-    """ampfast's functional calls.
-
-    The norm is a pass as the scaler makes it: a custom op takes milliseconds for 1,000 tensors.
-    """
+    """ampfast's functional calls, and a norm, which is returned as its square."""
     s = scalars
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     run = backends.choose(name).kernels_for(device).run
@@ -267,9 +258,11 @@ def assert_parity(
             with calls.around():
                 result = calls.paths[path](calls.prepare(copies), 0)
             where = f"{path} by {calls.provider}, {what}, {'' if finite else 'not '}all finite"
-            writes = moved_bytes(path, 1) > 1
-            wanted = expected if writes else gradients
-            assert_same([ours.found_inf, *copies], [theirs.found_inf, *wanted], where)
+            wanted = expected if moved_bytes(path, 1) > 1 else gradients
+            # The coefficient of an infinite norm is not looked at: such a step is skipped.
+            compared = len(copies) if finite or path != CLIP else 0
+            assert_same([ours.found_inf], [theirs.found_inf], f"flag of {where}")
+            assert_same(copies[:compared], wanted[:compared], where)
             if path == UPDATE:
                 found, updated = ([*s.scales, *s.trackers] for s in (ours, theirs))
                 assert_same(found, updated, f"scale and tracker of {where}")
@@ -277,6 +270,7 @@ def assert_parity(
                 norm, exact = math.sqrt(result), exact_norm(gradients) * THIRD
                 if not abs(norm - exact) <= NORM_TOLERANCE * exact:
                     raise AssertionError(f"the norm is {norm}, not {exact}: {where}")
+            del copies, result  # before the next are made
 
 
 def _unscaled(gradients: Gradients, scalars: Scalars) -> Gradients:

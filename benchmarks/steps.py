@@ -147,10 +147,7 @@ def time_calls(
     names: Sequence[str] = (),
     turns: bool = False,
 ) -> Measured:
-    """Times calls of torch's scaler and of ours with optimizers without work.
-
-    With `turns` as many lists take turns on a GPU as keep each out of its cache.
-    """
+    """Times calls of torch's scaler and of ours with optimizers without work."""
     device, count = on.device, lists_in_turn(case, dtype, on, whole_calls=True)
     count = count if turns else 1
     available, notes = providers.available(device)
@@ -199,10 +196,7 @@ def time_calls(
 
 
 def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
-    """Optimizer over one-element parameters with these gradients.
-
-    Values of parameters are never read, so all may be one tensor.
-    """
+    """Optimizer over one-element parameters with these gradients."""
     parameters = []
     for gradient in gradients:
         parameter = gradient.new_zeros(()).expand(gradient.shape).requires_grad_()
@@ -212,10 +206,7 @@ def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
 
 
 def make_scaler(name: str, device: torch.device, scale: float, **features: Any) -> Any:
-    """Started scaler of torch, or with one of ampfast's backends; its scale never grows.
-
-    `features` are for ampfast's alone.
-    """
+    """Started scaler of torch, or with one of ampfast's backends; its scale never grows."""
     settings: dict[str, Any] = {"init_scale": scale, "growth_interval": NEVER}
     if name == "torch":
         scaler: Any = torch.amp.GradScaler(device.type, **settings)
@@ -303,11 +294,7 @@ PART_OF_COMPARISON = 1 / 3
 
 @dataclass
 class Curve:
-    """Cost as a function of one number, with the other fixed.
-
-    From `linear_from` on, fixed costs and caches no longer count. `points` are milliseconds by side
-    and size.
-    """
+    """Cost as a function of one number, with the other fixed."""
 
     unit: str
     sizes: tuple[int, ...]

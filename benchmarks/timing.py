@@ -36,17 +36,13 @@ CYCLES_PER_SECOND = 2.5e9
 
 @dataclass(frozen=True)
 class Contender:
-    """One of the calls to compare, which gets its running number, so that it can alternate.
-
-    The context `around` each sample is untimed. With `waits`, the call waits for its device, so
-    that no other call can be queued behind it.
-    """
+    """One of the calls to compare, which gets its running number, so that it can alternate."""
 
     path: str
     provider: str
     call: Callable[[int], object]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    waits: bool = False
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # of a sample, untimed
+    waits: bool = False  # for the device, so that no other call can be queued behind it
 
     @property
     def key(self) -> Key:
@@ -308,10 +304,7 @@ def host_timer(queue: HostQueue) -> Timer:
 
 @dataclass(frozen=True)
 class Timed:
-    """Timed contenders over gradients: device time, on a CPU wall time, and on a GPU `host` time.
-
-    `lists` took turns. `replaces` has torch's call for each one without a counterpart.
-    """
+    """Timed contenders over gradients: device or, on a CPU, wall time; on a GPU `host` time."""
 
     subject: str
     case: GradCase
@@ -319,9 +312,9 @@ class Timed:
     contenders: Sequence[Contender]
     samples: Samples
     timer: str = "wall"
-    lists: int = 1
+    lists: int = 1  # that took turns
     host: Samples = field(default_factory=dict)
-    replaces: dict[str, str] = field(default_factory=dict)
+    replaces: dict[str, str] = field(default_factory=dict)  # torch's call, if of another name
     notes: list[str] = field(default_factory=list)
 
     def name(self, key: Key) -> tuple[str, str, str, str, str]:
@@ -356,16 +349,12 @@ def time_contenders(
     on: Setting,
     *,
     lists: int = 1,
-    cycle: int | None = None,
+    cycle: int | None = None,  # calls after which a contender has undone what it did
     alone: Sequence[Contender] = (),
     replaces: dict[str, str] | None = None,
     graphs: bool = False,
 ) -> Timed:
-    """Times contenders in turn; on a GPU device time and, of those that are `alone`, host time.
-
-    After `cycle` calls, by default two for each list, a contender has undone what it did. Device
-    time is taken from CUDA graphs with `graphs`, if they can be captured.
-    """
+    """Times contenders in turn; on a GPU device time and, of those that are `alone`, host time."""
     cycle, queue, host = cycle or 2 * lists, on.queue, {}
     timer: Any = time_on_host
     notes = []
@@ -394,10 +383,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
-    """Raises AssertionError unless both lists have the same dtypes, shapes and bits.
-
-    All NaNs are equal.
-    """
+    """Raises AssertionError unless dtypes, shapes and bits are the same; all NaNs are equal."""
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         where = f"{what}, tensor {index}"
         if (our.dtype, our.shape) != (their.dtype, their.shape):
