@@ -109,11 +109,17 @@ class Step(NamedTuple):
         return self.scale + self.step + self.update
 
 
-def timed_optimizer(net: Net, fused: bool, parameters: Sequence[Tensor]) -> Any:
-    """The net's optimizer, which adds up the nanoseconds of its steps."""
-    kind: Any = net.optimizer
+def optimizer_over(net: Net, kind: Kind, parameters: Sequence[Tensor], of: Any = None) -> Any:
+    """The net's optimizer, or one of another class."""
+    of = of or net.optimizer
+    return of(parameters, **net.options, fused=kind.fused or None)
 
-    class Timing(kind):
+
+def timed_optimizer(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
+    """The net's optimizer, which adds up the nanoseconds of its steps."""
+    plain: Any = net.optimizer
+
+    class Timing(plain):
         steps_ns = 0
 
         def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -125,7 +131,7 @@ def timed_optimizer(net: Net, fused: bool, parameters: Sequence[Tensor]) -> Any:
         # Keeps out torch's wrapper for its profiler, whose time would count as the scaler's.
         step.hooked = True  # type: ignore[attr-defined]
 
-    return Timing(parameters, **net.options, fused=fused or None)
+    return optimizer_over(net, kind, parameters, Timing)
 
 
 class Loop:
@@ -143,7 +149,7 @@ class Loop:
         self.kind, self.provider, self.lesson = kind, provider, lesson
         self.key = kind.call(net), provider
         self.parameters = parameters or list(lesson.module.parameters())
-        self.optimizer = optimizer or timed_optimizer(net, kind.fused, self.parameters)
+        self.optimizer = optimizer or timed_optimizer(net, kind, self.parameters)
         self._schedule = None
         if kind.schedule:
             decay = torch.optim.lr_scheduler.LambdaLR
@@ -219,10 +225,14 @@ def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequen
     All use the gradients of one backward pass, which is not deterministic on a GPU. The scale grows
     and backs off. Bits are compared, but for clips by the scaler, whose norm is more exact.
     """
-    theirs = Loop(net, kinds[0], "torch", lesson)
-    torchs = theirs.parameters
+    torchs = list(lesson.module.parameters())
+
+    def loop(kind: Kind, name: str, parameters: Sequence[Tensor]) -> Loop:
+        return Loop(net, kind, name, lesson, parameters, optimizer_over(net, kind, parameters))
+
+    theirs = loop(kinds[0], "torch", torchs)
     ours = [
-        Loop(net, kind, name, lesson, [p.detach().clone().requires_grad_() for p in torchs])
+        loop(kind, name, [p.detach().clone().requires_grad_() for p in torchs])
         for name in names
         for kind in kinds
     ]

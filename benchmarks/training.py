@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from . import providers
 from .cases import GradCase
-from .loops import SCALE, Kind, Lesson, Loop, assert_parity
+from .loops import SCALE, Kind, Lesson, Loop, assert_parity, optimizer_over
 from .machine import require_memory
 from .nets import Net, nets
 from .timing import WITHOUT, Contender, Job, Measured, Setting, ratio, time_contenders
@@ -49,8 +48,7 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
 
     # All step the same parameters with the same optimizer, so only the scaler differs.
     parameters = list(lesson.module.parameters())
-    optimizer_kind: Any = net.optimizer
-    optimizer = optimizer_kind(parameters, **net.options, fused=kind.fused or None)
+    optimizer = optimizer_over(net, kind, parameters)
     sides = [(kind, WITHOUT), (kind, "torch"), *((each, name) for name in names for each in ours)]
     loops = [Loop(net, each, name, lesson, parameters, optimizer) for each, name in sides]
     # Longer than a queue, so none can be queued behind another.
