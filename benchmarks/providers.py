@@ -267,7 +267,7 @@ def assert_parity(
                 found, updated = ([*s.scales, *s.trackers] for s in (ours, theirs))
                 assert_same(found, updated, f"scale and tracker of {where}")
             elif path == NORM and finite:
-                norm, exact = math.sqrt(result), exact_norm(gradients) * THIRD
+                norm, exact = math.sqrt(result), exact_norm(gradients) * float(ours.inverses[0])
                 if not abs(norm - exact) <= NORM_TOLERANCE * exact:
                     raise AssertionError(f"the norm is {norm}, not {exact}: {where}")
             del copies, result  # before the next are made

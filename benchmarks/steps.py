@@ -257,14 +257,14 @@ def caller(
 def assert_parity(
     case: GradCase, dtype: torch.dtype, device: torch.device, path: str, name: str
 ) -> None:
-    """Compares gradients, scale and tracker after a step without an infinity and one with one.
+    """Compares gradients, scale and tracker after a finite step and one with an inf and a NaN.
 
     torch's scaler steps on the CPU where its op lacks the dtype on that device.
     """
     oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
     ours = make_gradients(case, dtype, device)
     theirs = [gradient.to(oracle, copy=True) for gradient in ours]
-    bad_one = len(ours) // 2
+    bad_ones = sorted({len(ours) // 2, len(ours) - 1})
     sides = []
     for provider, tensors, place in (("torch", theirs, oracle), (name, ours, device)):
         scaler, call = iteration(path, provider, place, 3.0)
@@ -272,7 +272,8 @@ def assert_parity(
     for bad in (False, True):
         for _, call, optimizer, tensors in sides:
             if bad:
-                tensors[bad_one].view(-1)[-1] = math.inf
+                tensors[bad_ones[-1]].view(-1)[0] = math.nan
+                tensors[bad_ones[0]].view(-1)[-1] = math.inf
             call(optimizer)
         expected, found = ([*tensors, *scaler_state(scaler)] for scaler, _, _, tensors in sides)
         what = f"{path} by {name}, {case.name} {dtype_name(dtype)}, "
@@ -280,7 +281,7 @@ def assert_parity(
         assert_same(found, [tensor.to(device) for tensor in expected], what)
         if path in TRACKED:
             marked = [each.index for each in sides[1][0].overflow_report().totals]
-            if marked != ([bad_one] if bad else []):
+            if marked != (bad_ones if bad else []):
                 raise AssertionError(f"marks of {what}: {marked}")
 
 
