@@ -7,10 +7,8 @@ import datetime
 import math
 import signal
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,41 +17,40 @@ from ampfast import backends
 from ampfast.backends.gpu import DeviceKernels
 
 from . import (
-    ceilings,
     clipping,
+    compare,
     decisive,
-    growth,
-    host_time,
     kernels,
+    loops,
     master_weights,
     model,
-    readme,
-    real_loops,
-    report,
+    pages,
     steps,
     tables,
-    tracking,
     training,
 )
-from .compare import Comparison
-from .device_time import CudaQueue, HostQueue
-from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, Job, Setting
 from .machine import REPOSITORY, OtherPrograms, default_device, new_results
 from .results import Results
-
-try:
-    import rich.console
-    import rich.table
-except ModuleNotFoundError:
-    rich = None
+from .timing import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, CudaQueue, HostQueue, Job, Setting
 
 # In the order of a run: the most informative parts come first, in case the time is up.
-SUBJECTS = tuple(tables.SUBJECTS)
+SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
+    "loops": loops.jobs,
+    "host": steps.host_jobs,
+    "aten": steps.aten_jobs,
+    "clip": lambda on: kernels.lists_jobs(on, clipping.measure),
+    "training": training.jobs,
+    "growth": steps.growth_jobs,
+    "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
+    "steps": lambda on: kernels.lists_jobs(on, steps.measure),
+    "tracking": steps.tracking_jobs,
+    "masters": master_weights.jobs,
+    "decisive": decisive.jobs,
+}
 # Not in a run that names none.
 ON_REQUEST = ("decisive",)
 INTERRUPTED = 130
-JSON = "results.json"
-EARLIER = "earlier"
+JSON, EARLIER = "results.json", "earlier"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,61 +58,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = COMMANDS.get(arguments[0]) if arguments else None
     if command is None:
-        return _bench(arguments)
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {arguments[0]}")
+        return bench(arguments)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {arguments[0]}", description=command.__doc__
+    )
     try:
         command(parser, arguments[1:])
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
-    else:
-        return 0
-    return 1
+        return 1
+    return 0
 
 
 def _compare(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.description = (
-        "Shows changes between two result files; faster or slower means beyond both spreads (p20 "
-        "to p80). Exits with 0 in any case."
-    )
+    """Shows changes between two result files: faster or slower means beyond both spreads."""
     parser.add_argument("first", type=Path, help="result file")
     parser.add_argument("second", type=Path, help="a later one, or one from elsewhere")
     parser.add_argument("--all", action="store_true", help="also show changes within the spreads")
     options = parser.parse_args(arguments)
-    comparison = Comparison.of(Results.read(options.first), Results.read(options.second))
-    print(*comparison.environments, sep="\n")
-    show(comparison.table(options.all))
-    print(*comparison.summary(), sep="\n")
+    both = Results.read(options.first), Results.read(options.second)
+    print(*compare.environments(*both), sep="\n")
+    print(compare.table(*both, options.all).text())
+    print(*compare.summary(*both), sep="\n")
 
 
 def _report(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.description = "Makes the report of a result file: report.html and plots/."
+    """Makes the report of a result file: report.html and plots/."""
     parser.add_argument("file", type=Path, help="result file")
     parser.add_argument("--folder", type=Path, help="place of the report (default: the file's)")
     options = parser.parse_args(arguments)
-    print(report.write(Results.read(options.file), options.folder or options.file.parent))
+    print(pages.write_report(Results.read(options.file), options.folder or options.file.parent))
 
 
 def _readme(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.description = f"Prints the figures of {readme.README} from a result file."
+    """Prints the figures of README.md, or writes them with those of docs/benchmarks.md."""
     parser.add_argument("file", type=Path, help="result file")
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FOLDER",
-        help=f"write them into {' and '.join(readme.PAGES)} of this repository instead, between "
-        f"{readme.START} and {readme.END}, with {readme.PICTURES} and {readme.RESULTS}",
-    )
+    told = "write pages, pictures and results of this repository instead"
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
     options = parser.parse_args(arguments)
     if options.write is None:
-        print(readme.readme_block(Results.read(options.file)))
+        print(pages.readme_block(Results.read(options.file)))
     else:
-        readme.write(options.write, options.file)
+        pages.write_pages(options.write, options.file)
 
 
 def _model(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.description = f"Prints the table of {model.PAGE}: bytes, launches and times of passes."
+    """Prints the table of docs/kernels.md: bytes, launches and times of passes."""
     told = "write it into the page of this repository instead"
     parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
     options = parser.parse_args(arguments)
@@ -128,7 +116,8 @@ def _model(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 COMMANDS = {"compare": _compare, "report": _report, "readme": _readme, "model": _model}
 
 
-def _bench(arguments: Sequence[str]) -> int:
+def bench(arguments: Sequence[str]) -> int:
+    """Measures, and writes and shows the results, also of a run that is interrupted."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -141,12 +130,8 @@ def _bench(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", type=_subjects, metavar="NAMES", help=told)
     told = "start no further part after this time"
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=math.inf, help=told)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help=f"write {JSON}, {report.PAGE} and {report.PLOTS}/ there; earlier results go to its "
-        f"folder {EARLIER}",
-    )
+    told = f"write {JSON}, {pages.REPORT} and {pages.PLOTS}/ there; the earlier {JSON} goes to "
+    parser.add_argument("--folder", type=Path, help=f"{told}its folder {EARLIER}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there alone")
     told = "run the GPU's code on the CPU, over small lists, with torch's ops for its kernels; "
     told += "TRITON_INTERPRET=1 and AMPFAST_BACKEND=triton interpret them"
@@ -157,40 +142,48 @@ def _bench(arguments: Sequence[str]) -> int:
     try:
         backends.default_for(device)
         if file is not None:
-            _check_place(file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            put_away(file)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     results = new_results(device)
     results.asked = {"quick": options.quick, **({"only": options.only} if options.only else {})}
+    on = _setting(device, options.quick, options.rehearse)
+    subjects = options.only or [each for each in SUBJECTS if each not in ON_REQUEST]
+    jobs = [(f"{each}: {job.label}", job) for each in subjects for job in SUBJECTS[each](on)]
     exit_code = INTERRUPTED
-    stopped = threading.Event()
-
-    def stop(*_: object) -> None:
-        # Only the first signal interrupts, so that no other keeps results from being written.
-        if not stopped.is_set():
-            stopped.set()
-            raise KeyboardInterrupt
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, signal.default_int_handler)
     try:
-        if options.rehearse:
-            on = Setting(torch.device("cpu"), REHEARSAL, HostQueue())
-            if backends.default_for(on.device) == "cpu":
-                stand_in()
-        elif device.type == "cuda":
-            on = Setting(device, GPU_QUICK if options.quick else GPU_FULL, CudaQueue(device))
-        else:
-            on = Setting(device, QUICK if options.quick else FULL)
-        usual = [subject for subject in SUBJECTS if subject not in ON_REQUEST]
-        jobs = jobs_of(options.only or usual, on)
-        deadline = started + options.limit
-        exit_code = _run(jobs, results, file, started, deadline, stopped)
-        stopped.set()
+        exit_code = run(jobs, results, file, started, started + options.limit)
     except KeyboardInterrupt:
-        results.complete = False
         print("stopped; results so far follow", flush=True)
-    return max(exit_code, _finish(results, file, options.folder))
+    # So that none keeps results from being written.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _save(results, file)
+    for table in tables.of(results):
+        print(table.text())
+    score, during = tables.score(results), filter(None, [results.during])
+    print(*results.notes, score, *during, *results.caveats, sep="\n")
+    print(tables.gain_of_a_step(results))
+    if options.folder is not None and results.rows:
+        try:
+            print(f"the report is {pages.write_report(results, options.folder)}")
+        except ValueError as error:
+            print(f"no report: {error}; then python -m benchmarks report {file}")
+    return exit_code
+
+
+def _setting(device: torch.device, quick: bool, rehearse: bool) -> Setting:
+    if rehearse:
+        device = torch.device("cpu")
+        if backends.default_for(device) == "cpu":
+            stand_in()
+        return Setting(device, REHEARSAL, HostQueue())
+    if device.type == "cuda":
+        return Setting(device, GPU_QUICK if quick else GPU_FULL, CudaQueue())
+    return Setting(device, QUICK if quick else FULL)
 
 
 def stand_in() -> None:
@@ -199,36 +192,15 @@ def stand_in() -> None:
     from support.reference_launcher import ReferenceLauncher
 
     kernels = DeviceKernels(ReferenceLauncher())
-    ceilings.triton = None  # its read needs a GPU, too
     backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore
 
 
-def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
-    """Named jobs of some subjects."""
-    jobs = {
-        # On a GPU, "training" has them.
-        "loops": [] if on.queue else real_loops.jobs(on),
-        "host": host_time.jobs(on),
-        "mlp": training.jobs("mlp", on),
-        "training": training.jobs("training", on),
-        "growth": growth.jobs(on),
-        "kernels": kernels.jobs(on, kernels.measure),
-        "steps": kernels.jobs(on, steps.measure),
-        "clip": kernels.jobs(on, clipping.measure),
-        "tracking": tracking.jobs(on),
-        "masters": master_weights.jobs(on),
-        "decisive": decisive.jobs(on),
-    }
-    return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs[subject]]
-
-
-def _run(
+def run(
     jobs: Sequence[tuple[str, Job]],
     results: Results,
     file: Path | None,
     started: float,
     deadline: float,
-    stopped: threading.Event,
 ) -> int:
     """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
 
@@ -241,13 +213,9 @@ def _run(
     # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     for number, (name, job) in enumerate(jobs, 1):
-        if stopped.is_set():
-            # Python drops exceptions in some callbacks, such as those of weak references.
-            raise KeyboardInterrupt
         if time.monotonic() > deadline:
             left_out = True
-            more = len(jobs) - number
-            note(f"left out {name}{f' and {more} more' if more else ''}: the time is up")
+            note(f"left out {name} and {len(jobs) - number} more: the time is up")
             break
         print(f"[{number}/{len(jobs)}] {name}", flush=True)
         try:
@@ -255,16 +223,14 @@ def _run(
         except Exception as error:
             # A failing part does not keep the others from being measured; a smaller machine
             # measures less, which is no failure.
-            if _is_of_memory(error):
-                left_out, verb = True, "skipped"
-            else:
-                failed, verb = True, "FAILED"
-            note(f"{verb} {name}: {str(error) or type(error).__name__}")
+            lacks_memory = _is_of_memory(error)
+            left_out, failed = left_out or lacks_memory, failed or not lacks_memory
+            told = str(error) or type(error).__name__
+            note(f"{'skipped' if lacks_memory else 'FAILED'} {name}: {told}")
         else:
             for row in measured.rows:
                 print(tables.line(row), flush=True)
             results.rows += measured.rows
-            results.goals += measured.goals
             for told in dict.fromkeys(measured.notes):
                 if told not in results.notes:
                     note(told)
@@ -276,69 +242,17 @@ def _run(
     return 1 if failed else 0
 
 
-def _check_place(file: Path) -> None:
-    """Makes the file's folder; OSError if none can be written there or it not be replaced."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=file.parent).close()
-    if file.exists():
-        file.read_bytes()
-
-
-def _save(results: Results, file: Path | None) -> bool:
-    """Writes the results, if there are any; prints a line and returns False where that fails."""
-    if file is None or not results.rows:
-        return True
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _put_away(file, results.date)
-        results.write(file)
-    except OSError as error:
-        print(f"cannot write {file}: {error}", flush=True)
-        return False
-    return True
-
-
-def _put_away(file: Path, date: str) -> None:
+def put_away(file: Path) -> None:
     """Renames an earlier run's file, if any, to a name that no run writes."""
-    if file.exists() and f'"{date}"'.encode() not in file.read_bytes():
+    if file.exists():
         written = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.timezone.utc)
         (file.parent / EARLIER).mkdir(exist_ok=True)
         file.replace(file.parent / EARLIER / f"{written:%Y-%m-%d-%H%M%S}{file.suffix}")
 
 
-def _finish(results: Results, file: Path | None, folder: Path | None) -> int:
-    """Shows results and writes what is left to write; returns 1 where that fails."""
-    saved = _save(results, file)
-    if rich is None:
-        print("rich is not installed, so no tables are shown: pip install rich")
-    for table in tables.of(results):
-        show(table)
-    if results.goals:
-        show(tables.of_goals(results.goals))
-    told = [tables.score(results), *filter(None, [results.during]), *results.caveats]
-    print(*results.notes, *told, *tables.sentences(results), sep="\n")
-    if folder is None or not results.rows or not saved:
-        return 0 if saved else 1
-    try:
-        print(f"the report is {report.write(results, folder)}")
-    except (OSError, ValueError) as error:
-        # What was measured is kept.
-        print(f"no report: {error}; then python -m benchmarks report {file}")
-        return 1 if isinstance(error, OSError) else 0
-    return 0
-
-
-def show(table: tables.Table) -> None:
-    """Prints a table, if rich is installed."""
-    if rich is None or not table.lines:
-        return
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 180)
-    drawn = rich.table.Table(title=table.title, title_justify="left", box=None)
-    for index, name in enumerate(table.header):
-        drawn.add_column(name, justify="left" if index < table.names else "right")
-    for line in table.lines:
-        drawn.add_row(*map(rich.markup.escape, line))
-    console.print(drawn)
+def _save(results: Results, file: Path | None) -> None:
+    if file is not None and results.rows:
+        results.write(file)
 
 
 def _is_of_memory(error: Exception) -> bool:

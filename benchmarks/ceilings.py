@@ -14,8 +14,7 @@ except ModuleNotFoundError:
     triton = None
 
 # Words of a block and blocks of a program: 16 loads of 16 bytes by each of 128 threads.
-BLOCK = 2048
-BLOCKS = 4
+BLOCK, BLOCKS = 2048, 4
 
 
 def reader(memory: Tensor) -> Callable[[], Tensor]:
@@ -26,9 +25,8 @@ def reader(memory: Tensor) -> Callable[[], Tensor]:
     partials = torch.empty(programs, dtype=torch.int32, device=memory.device)
 
     def read() -> Tensor:
-        _largest_word[(programs,)](
-            words, partials, words.numel(), BLOCK, BLOCKS, enable_fp_fusion=False
-        )
+        given = (words, partials, words.numel(), BLOCK, BLOCKS)
+        _largest_word[(programs,)](*given, enable_fp_fusion=False)
         return partials
 
     return read
@@ -40,15 +38,13 @@ if triton is not None:
     def _largest_word(
         words_ptr, partials_ptr, count: tl.int64, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
     ):
-        program = tl.program_id(0)
-        first = program.to(tl.int64) * (BLOCK * BLOCKS)
+        first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
         largest = tl.zeros([BLOCK], dtype=tl.int32)
-        if first + BLOCK * BLOCKS <= count:
-            for block in tl.static_range(BLOCKS):
-                word = tl.load(words_ptr + first + block * BLOCK + tl.arange(0, BLOCK))
-                largest = tl.maximum(largest, word)
-        else:
-            for block in tl.static_range(BLOCKS):
-                at = first + block * BLOCK + tl.arange(0, BLOCK)
+        is_whole = first + BLOCK * BLOCKS <= count
+        for block in tl.static_range(BLOCKS):
+            at = first + block * BLOCK + tl.arange(0, BLOCK)
+            if is_whole:
+                largest = tl.maximum(largest, tl.load(words_ptr + at))
+            else:
                 largest = tl.maximum(largest, tl.load(words_ptr + at, mask=at < count, other=0))
-        tl.store(partials_ptr + program, tl.max(largest, axis=0))
+        tl.store(partials_ptr + tl.program_id(0), tl.max(largest, axis=0))

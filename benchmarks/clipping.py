@@ -5,85 +5,77 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import goals, providers
+from . import providers
 from .cases import GradCase, make_gradients
-from .goals import CLIP, DEFERRED_CLIP
-from .harness import Contender, Measured, Setting, assert_same
+from .kernels import lists_in_turn
 from .machine import require_memory
-from .steps import MOST_LISTS, NoOptimizer, lists_in_turn, make_scaler, optimizer_over
-from .timing import dtype_name, time_contenders
+from .providers import exact_norm
+from .steps import NoOptimizer, make_scaler, optimizer_over
+from .timing import Contender, Measured, Setting, assert_same, dtype_name, time_contenders
 
-REPLACES = {DEFERRED_CLIP: CLIP}
+CLIP, DEFERRED_CLIP = "clip", "clip, in_place=False"
 # Multiples of a list's bytes: read for the norm, then read and written; or read once.
 PASSES = {CLIP: 3, DEFERRED_CLIP: 1}
-
 # Relative tolerance of float64 sums of the same 1e8 squares in different orders.
 ORDER_OF_SUMS = 1e-12
-
 # Gradients are scaled by this and clipped to their own norm, so that they do not drift.
 SCALE = 0.5
 # Relative tolerance of drift: each call rounds some values again. In 16 bit that adds up, so every
 # sample starts from the initial values.
 DRIFT = 0.02
+# Gradients that are looked at for drift.
+SAMPLE = 8
 
 
 def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     """Times `clip_grad_norm_` against `unscale_` and torch's `clip_grad_norm_`."""
-    lists, device = lists_in_turn(case, dtype, on), on.device
+    device, count = on.device, lists_in_turn(case, dtype, on, whole_calls=True)
     names, notes = providers.available(device)
-    measured = Measured(notes=notes)
     if dtype is torch.float16:
-        measured.notes.append("clip: torch refuses to unscale float16 gradients")
-        return measured
-    takes = providers.torch_takes(dtype, device)
+        return Measured(notes=[*notes, "clip: torch refuses to unscale float16 gradients"])
     for name in names:
         assert_parity(case, dtype, device, name)
-
-    subjects = [(path, name) for path in PASSES for name in names]
-    if takes:
-        subjects = [(CLIP, "torch"), *subjects]
-    gradients = [make_gradients(case, dtype, device) for _ in range(lists)]
-    first = [tensor.clone() for tensor in gradients[0][:MOST_LISTS]]
-    optimizers = [optimizer_over(tensors, fused=True) for tensors in gradients]
-    rounds = dtype.itemsize == 2
-    if rounds:
-        require_memory(lists * case.list_bytes(dtype), device)
-    kept = [[tensor.clone() for tensor in tensors] for tensors in gradients] if rounds else []
+    torchs = ["torch"] if providers.torch_takes(dtype, device) else []
+    sides = [(CLIP, name) for name in torchs] + [(path, name) for path in PASSES for name in names]
+    lists = [make_gradients(case, dtype, device) for _ in range(count)]
+    first = [tensor.clone() for tensor in lists[0][:SAMPLE]]
+    optimizers = [optimizer_over(tensors, fused=True) for tensors in lists]
+    kept: list[list[Tensor]] = []
+    if dtype.itemsize == 2:
+        require_memory(count * case.list_bytes(dtype), device)
+        kept = [[tensor.clone() for tensor in tensors] for tensors in lists]
 
     def restored() -> AbstractContextManager[object]:
-        for now, before in zip(gradients, kept, strict=False):
+        for now, before in zip(lists, kept, strict=False):
             torch._foreach_copy_(now, before)
         return nullcontext()
 
-    def contenders(lists: int) -> list[Contender]:
+    def contenders(count: int) -> list[Contender]:
         return [
-            Contender(path, name, caller(path, name, optimizers[:lists], device), around=restored)
-            for path, name in subjects
+            Contender(path, name, caller(path, name, optimizers[:count], device), around=restored)
+            for path, name in sides
         ]
 
     timed = time_contenders(
-        *("clip", case, dtype, contenders(lists), on),
-        lists=lists,
+        *("clip", case, dtype, contenders(count), on),
+        lists=count,
         alone=contenders(1),
-        replaces=REPLACES,
+        replaces={DEFERRED_CLIP: CLIP},
     )
-    for now, before in zip(gradients[0], first, strict=False):
+    for now, before in zip(lists[0], first, strict=False):
         torch.testing.assert_close(now, before, rtol=DRIFT, atol=0)
-    for row in timed.rows():
-        measured.rows.append(replace(row, bytes=PASSES[row.call] * timed.list_bytes))
-    for name in names:
-        measured.goals += goals.of_clipping(timed, name)
-    return measured
+    size = case.list_bytes(dtype)
+    rows = [replace(row, bytes=PASSES[row.call] * size) for row in timed.rows()]
+    return Measured(rows, notes)
 
 
 def caller(
     path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
-) -> Callable[[int], Any]:
+) -> Callable[[int], Tensor]:
     """Calls for optimizers in turn, dropping the previous record, as there is no update."""
     scaler = make_scaler(name, device, SCALE)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
@@ -108,8 +100,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
     limit = exact / 3
     theirs = [gradient.to(oracle, copy=True) for gradient in gradients]
     optimizer = optimizer_over(theirs, fused=False)
-    scaler = make_scaler("torch", oracle, SCALE)
-    scaler.unscale_(optimizer)
+    make_scaler("torch", oracle, SCALE).unscale_(optimizer)
     parameters = optimizer.param_groups[0]["params"]
     torchs = torch.nn.utils.clip_grad_norm_(parameters, limit).item()
     # torch rounds 16-bit norms to 16 bit.
@@ -117,8 +108,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
     what = f"clip by {name}, {case.name} {dtype_name(dtype)}"
     for path in PASSES:
         ours = [gradient.clone() for gradient in gradients]
-        optimizer = optimizer_over(ours, fused=True)
-        scaler = make_scaler(name, device, SCALE)
+        optimizer, scaler = optimizer_over(ours, fused=True), make_scaler(name, device, SCALE)
         norm = scaler.clip_grad_norm_(optimizer, limit, in_place=path == CLIP)
         if abs(norm.item() - exact) > 1e-6 * exact:
             raise AssertionError(f"{what}: the norm is {norm.item()}, not {exact}")
@@ -131,9 +121,3 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
         tolerance = error + 4 * torch.finfo(dtype).eps + ORDER_OF_SUMS
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
-
-
-def exact_norm(gradients: Sequence[Tensor]) -> float:
-    """2-norm in float64."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms)).item())

@@ -1,23 +1,22 @@
-"""Checking and unscaling gradient lists: ours against torch's op and against a copy."""
+"""Passes over gradient lists: ours against torch's op and against a copy."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import goals, providers
+from . import ceilings, providers
 from .cases import CASES, GradCase, make_gradients
-from .device_time import GRAPH_BELOW_BYTES
-from .harness import REHEARSAL, Contender, Job, Measured, Setting
 from .machine import cache_bytes, require_memory
-from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars, moved_bytes
-from .timing import dtype_name, time_contenders
+from .providers import COPY, HALF_COPY, NORM, PATHS, READ, Calls, Scalars
+from .results import Row
+from .timing import Contender, Job, Measured, Setting, dtype_name, time_contenders
 
 # float64 gradients are rare, and would take a third of the time of all.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,26 +29,29 @@ GPU_CASES = (
 )
 GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 
-# Relative tolerance of a norm, as docs/kernels.md has it.
-NORM_TOLERANCE = 3e-7
 MAX_LISTS = 64
 # Gradients, both ends of a copy, and a copy to look for drift; or three lists to compare.
 MEMORY_OF_LISTS = 4
+# Lists below this are replayed from a graph: queued singly, the host would be timed, too.
+GRAPH_BELOW_BYTES = 512 << 20
+# Most lists in turn for whole calls of the scaler, which keeps some tens of tables: more would
+# upload at every call, unlike a loop with one optimizer.
+MOST_LISTS = 8
 
 
 def chosen(on: Setting) -> list[tuple[GradCase, torch.dtype]]:
     """Lists to measure on a device; to rehearse, a small one."""
-    if on.effort is REHEARSAL:
+    if on.rehearses:
         return [(GradCase("1000x1k", 3 * ((25,),)), torch.float32)]
     full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
     names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
     return [(CASES[name], dtype) for name in names for dtype in dtypes]
 
 
-def jobs(
+def lists_jobs(
     on: Setting,
     of_list: Callable[[GradCase, torch.dtype, Setting], Measured],
-    lists: Sequence[tuple[GradCase, torch.dtype]] | None = None,
+    lists: Sequence[tuple[GradCase, torch.dtype]] = (),
 ) -> list[Job]:
     """One job for each list."""
     return [
@@ -58,127 +60,106 @@ def jobs(
     ]
 
 
-def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times every provider's paths and a copy over one list."""
-    device, queue = on.device, on.queue
-    list_bytes = case.list_bytes(dtype)
-    rotation = lists_beyond_cache(list_bytes, device)
-    require_memory((MEMORY_OF_LISTS * rotation + 1) * list_bytes, device)
-    names, notes = providers.available(device)
-    measured = Measured(notes=notes)
-    takes = providers.torch_takes(dtype, device)
-    if not takes:
-        notes.append(
-            f"torch: not measured with {dtype_name(dtype)}, its op has no kernel for it on a "
-            f"{device.type} device; results were compared with those of its op on the CPU"
-        )
-    for name in names:
-        providers.assert_parity(case, dtype, device, name)
+def lists_in_turn(
+    case: GradCase, dtype: torch.dtype, on: Setting, whole_calls: bool = False
+) -> int:
+    """Number of lists in turn for which none stays in the cache, and all fit into memory."""
+    size, most = case.list_bytes(dtype), MOST_LISTS if whole_calls else MAX_LISTS
+    # A rehearsal takes two turns, to see that they are taken.
+    most = 1 if whole_calls and on.queue is None else 2 if on.rehearses else most
+    lists = min(most, max(1, math.ceil(2 * cache_bytes(on.device) / size)))
+    require_memory(MEMORY_OF_LISTS * lists * size, on.device)
+    return lists
 
+
+def measure(
+    case: GradCase,
+    dtype: torch.dtype,
+    on: Setting,
+    paths: Sequence[str] = (),
+    subject: str = "kernels",
+) -> Measured:
+    """Times each provider's paths over one list beside a copy; leaves a wrong backend out."""
+    device, what = on.device, f"{case.name} {dtype_name(dtype)}"
+    rotation, (names, notes) = lists_in_turn(case, dtype, on), providers.available(device)
     # The part "decisive" has norms on a GPU.
-    paths = PATHS if queue else (*PATHS, NORM)
-    if queue is None:
-        assert_norm(case, dtype, names[0])
-    scalars = Scalars.make(device)
-    torchs = [providers.torch_calls(scalars)] if takes else []
-    calls = torchs + [providers.public_calls(name, device, scalars) for name in names]
-    repeated, rotations = calls, [1, rotation]
-    alone = None
-    if queue is not None:
-        repeated = torchs + [providers.launches(name, device, scalars) for name in names]
-        rotations = [rotation]
-        alone = Lists(case, dtype, device, 1)
-    # On a CPU one list alone, still cached after it was written; and enough lists in turn that even
-    # a small one has left the cache.
-    for lists in dict.fromkeys(rotations):
-        gradients = Lists(case, dtype, device, lists)
-        contenders = gradients.contenders(repeated, paths) + gradients.copies()
+    paths = paths or (PATHS if on.queue else (*PATHS, NORM))
+    make = providers.launches if on.queue else providers.public_calls
+    scalars, calls = Scalars.make(device), []
+    gradients = make_gradients(case, dtype, device)
+    for name in names:
+        of_backend = functools.partial(make, name, device)
+        try:
+            providers.assert_parity(gradients, of_backend, paths, what)
+            calls.append(of_backend(scalars))
+        except Exception as error:
+            notes.append(f"FAILED {name}, {what}: {error}")
+    if not calls:
+        raise AssertionError("; ".join(notes))
+    del gradients
+    measured = Measured(notes=notes)
+    # On a CPU one list alone, still cached after it was written, and lists that leave the cache.
+    for count in dict.fromkeys([rotation] if on.queue else [1, rotation]):
+        lists = Lists(case, dtype, device, count)
         timed = time_contenders(
-            *("kernels", case, dtype, contenders, on),
-            lists=lists,
-            alone=alone and alone.contenders(calls),
-            graphs=list_bytes < GRAPH_BELOW_BYTES,
+            *(subject, case, dtype, lists.contenders(scalars, calls, paths), on),
+            lists=count,
+            graphs=case.list_bytes(dtype) < GRAPH_BELOW_BYTES,
         )
-        for each in (gradients, alone):
-            if each is not None:
-                each.assert_steady(scalars.found_inf)
-        notes += timed.notes
-        rows = [replace(row, bytes=moved_bytes(row.call, list_bytes)) for row in timed.rows()]
-        copies = {row.bytes: row.gb_s for row in rows if row.call in (COPY, HALF_COPY)}
-        measured.rows += [replace(row, copy_gb_s=copies[row.bytes]) for row in rows]
-        for name in names:
-            measured.goals += goals.of_kernels(timed, name)
+        lists.assert_steady(scalars.found_inf)
+        measured.rows += _with_bytes(timed.rows(), case.list_bytes(dtype))
+        measured.notes += timed.notes
+        why = f"torch {torch.__version__} has no kernel for {dtype_name(dtype)} on this device"
+        missing = [timed.name((path, "torch")) for path in paths if not lists.has_torchs(path)]
+        measured.rows += [Row(*name, missing=why) for name in missing]
     return measured
 
 
-def assert_norm(case: GradCase, dtype: torch.dtype, name: str) -> None:
-    """Compares the norm of unscaled gradients on the CPU with that in float64."""
-    device = torch.device("cpu")
-    gradients = make_gradients(case, dtype, device)
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in gradients]
-    exact = torch.linalg.vector_norm(torch.stack(norms)).item() / 2
-    calls = providers.public_calls(name, device, Scalars.make(device))
-    norm = math.sqrt(calls.paths[NORM](gradients, 0)[0])
-    if abs(norm - exact) > NORM_TOLERANCE * exact:
-        raise AssertionError(
-            f"{case.name} {dtype_name(dtype)}: the norm by {name} is {norm}, not {exact}"
-        )
-
-
-def lists_beyond_cache(list_bytes: int, device: torch.device, most: int = MAX_LISTS) -> int:
-    """Number of lists in turn for which none stays in the cache."""
-    return min(most, max(1, math.ceil(2 * cache_bytes(device) / list_bytes)))
+def _with_bytes(rows: Sequence[Row], size: int) -> list[Row]:
+    """Rows with their bytes, and the bandwidth of a copy of as many, or else of the whole list."""
+    rows = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in rows]
+    copies = {row.bytes: row.gb_s for row in rows if row.call in (COPY, HALF_COPY)}
+    return [replace(row, copy_gb_s=copies.get(row.bytes, copies[2 * size])) for row in rows]
 
 
 class Lists:
-    """Gradient lists that take turns, and equal memory for a copy."""
+    """Gradient lists that take turns."""
 
     def __init__(
-        self, case: GradCase, dtype: torch.dtype, device: torch.device, lists: int
+        self, case: GradCase, dtype: torch.dtype, device: torch.device, count: int
     ) -> None:
-        self._what = f"{case.name} {dtype_name(dtype)}"
-        self._case, self._dtype, self._device = case, dtype, device
-        self.lists = [make_gradients(case, dtype, device) for _ in range(lists)]
+        self.case, self.dtype, self._device = case, dtype, device
+        self.lists = [make_gradients(case, dtype, device) for _ in range(count)]
+        self._takes = providers.torch_takes(dtype, device)
+
+    def has_torchs(self, path: str) -> bool:
+        """Whether torch has a path for the dtype; norms need no op of their own."""
+        return self._takes or path not in PATHS
 
     def contenders(
-        self, calls: Sequence[Calls], paths: Sequence[str] = providers.PATHS
+        self, scalars: Scalars, ours: Sequence[Calls], paths: Sequence[str]
     ) -> list[Contender]:
-        """One for each path and provider; a call takes the next list."""
-        prepared = {
-            provider.provider: [provider.prepare(gradients) for gradients in self.lists]
-            for provider in calls
-        }
-        return [
-            Contender(
-                path,
-                provider.provider,
-                self._in_turn(provider.paths[path], prepared[provider.provider]),
-                around=functools.partial(_backend_of, provider.provider),
-            )
+        """One for each path and provider that has it, and ceilings; a call takes the next list."""
+        calls = [providers.torch_calls(scalars), *ours]
+        prepared = [list(map(each.prepare, self.lists)) for each in calls]
+        contenders = [
+            Contender(path, of.provider, in_turn(of.paths[path], lists), of.around)
             for path in paths
-            for provider in calls
+            for of, lists in zip(calls, prepared, strict=True)
+            if of.provider != "torch" or self.has_torchs(path)
         ]
-
-    def pieces(self) -> list[tuple[Tensor, Tensor]]:
-        """Target and source of a copy for each list, of as much memory in one piece."""
-        size = self._case.elements
-        make = functools.partial(torch.full, (size,), dtype=self._dtype, device=self._device)
-        return [(make(0.0), make(1.0)) for _ in self.lists]
-
-    def copies(self, ends: Sequence[tuple[Tensor, Tensor]] | None = None) -> list[Contender]:
-        """A copy of as many bytes as unscaling moves, and one of as many as a check."""
-        ends = ends or self.pieces()
-        elements = self._case.elements
-        half = max(1, elements // 2)
-        halves = [(target[:half], source[:half]) for target, source in ends]
-
-        def copy(ends: tuple[Tensor, Tensor], turn: int) -> None:
-            ends[0].copy_(ends[1])
-
-        return [
-            Contender(COPY, "torch", self._in_turn(copy, ends)),
-            Contender(HALF_COPY, "torch", self._in_turn(copy, halves)),
-        ]
+        # Copies of as many bytes in one piece as unscaling moves, and as a check; a read.
+        size = self.case.elements
+        make = functools.partial(torch.full, (size,), dtype=self.dtype, device=self._device)
+        ends = [(make(0.0), make(1.0)) for _ in self.lists]
+        for path, part in ((COPY, size), (HALF_COPY, max(1, size // 2))):
+            parts = [(target[:part], source[:part]) for target, source in ends]
+            copy = in_turn(lambda ends, turn: ends[0].copy_(ends[1]), parts)
+            contenders.append(Contender(path, "torch", copy))
+        if self._device.type == "cuda" and ceilings.triton is not None:
+            reads = [ceilings.reader(source) for _, source in ends]
+            contenders.append(Contender(READ, "torch", in_turn(lambda read, turn: read(), reads)))
+        return contenders
 
     def assert_steady(self, found_inf: Tensor | None = None) -> None:
         """Raises AssertionError if a value has left [0.5, 2] or a flag was set."""
@@ -188,14 +169,11 @@ class Lists:
             low, high = torch.aminmax(torch.cat([tensor.reshape(-1) for tensor in tensors]))
             found |= not (low >= 0.5 and high <= 2.0)
         if found:
-            raise AssertionError(f"{self._what}: the gradients drifted while timed")
-
-    def _in_turn(
-        self, call: Callable[[object, int], object], prepared: Sequence[object]
-    ) -> Callable[[int], object]:
-        lists = len(prepared)
-        return lambda number: call(prepared[number % lists], number // lists % 2)
+            what = f"{self.case.name} {dtype_name(self.dtype)}"
+            raise AssertionError(f"{what}: the gradients drifted while timed")
 
 
-def _backend_of(provider: str) -> AbstractContextManager[object]:
-    return nullcontext() if provider == "torch" else providers.default_backend(provider)
+def in_turn(call: Callable[[Any, int], object], prepared: Sequence[Any]) -> Callable[[int], object]:
+    """Calls over lists in turn: all of them in the first half of a cycle, then in the second."""
+    lists = len(prepared)
+    return lambda number: call(prepared[number % lists], number // lists % 2)

@@ -18,12 +18,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ampfast import _C, GradScaler, backends
 from ampfast.backends.gpu import DeviceKernels
 
-from .steps import NoOptimizer
+from .loops import group_of_one
+from .steps import optimizer_over
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = (10, 160, 1000)
@@ -32,12 +32,6 @@ ELEMENTS = 4
 ARCHITECTURE = "90"
 # As of an H200, with 132 multiprocessors.
 PROGRAMS = 8 * 132
-
-HEADER = f"""\
-Over a driver that does nothing: host time only, in microseconds, minima.
-
-| kernels | calls | {" | ".join(f"{count:,} parameters" for count in PARAMETERS)} |
-| --- | --- |{" --: |" * len(PARAMETERS)}"""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,18 +44,24 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     if options.kernels == "frames":
         print(frames_table())
-        return
-    if options.kernels == "count":
-        print(json.dumps(count_frames(options.kind or "cpu")))
-        return
-    kind, name = torch.amp.GradScaler, f"torch {torch.__version__} on the CPU, its work included"
-    if options.kernels != "torch":
-        name = give_kernels(options.kernels)
-        kind = GradScaler
-    print(HEADER)
-    for title, make in CALLS.items():
-        times = [best(make(kind, count), options.rounds, options.calls) for count in PARAMETERS]
-        print(f"| {name} | {title} | {' | '.join(f'{us:.1f}' for us in times)} |")
+    elif options.kernels == "count":
+        print(json.dumps(count_frames(options.kind)))
+    else:
+        print_times(options.kernels, options.rounds, options.calls)
+
+
+def print_times(kernels: str, rounds: int, calls: int) -> None:
+    """Prints a Markdown table of microseconds."""
+    kind: type[torch.amp.GradScaler] = torch.amp.GradScaler
+    name = f"torch {torch.__version__} on the CPU, its work included"
+    if kernels != "torch":
+        kind, name = GradScaler, give_kernels(kernels)
+    print("Over a driver that does nothing: host time only, in microseconds, minima.\n")
+    print(f"| kernels | calls | {' | '.join(f'{each:,} parameters' for each in PARAMETERS)} |")
+    print(f"| --- | --- |{' --: |' * len(PARAMETERS)}")
+    for path in CALLS:
+        times = [best(call_of(path, kind, count), rounds, calls) for count in PARAMETERS]
+        print(f"| {name} | {path} | {' | '.join(f'{us:.1f}' for us in times)} |")
 
 
 def give_kernels(kind: str) -> str:
@@ -99,68 +99,33 @@ def prepare_cuda() -> tuple[str, ModuleType]:
 PREPARE = {"triton": prepare_triton, "cuda": prepare_cuda}
 
 
-class Fused(NoOptimizer):
-    """An optimizer that divides by `grad_scale` and does nothing."""
+UNSCALE, FUSED, CLIP = CALLS = (
+    *("`unscale_` + `update`", "fused `step_and_update`", "clip + `step` + `update`"),
+)
 
-    _step_supports_amp_scaling = True
 
-
-def started(
-    kind: Callable[[str], torch.amp.GradScaler], count: int, optimizer: type[NoOptimizer]
-) -> tuple[Any, NoOptimizer]:
-    """A scaler, and an optimizer of so many parameters with gradients."""
-    params = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(count)]
-    for param in params:
-        param.grad = torch.ones(ELEMENTS)
-    scaler = kind("cpu")
+def call_of(path: str, kind: Callable[[str], Any], count: int) -> Callable[[], None]:
+    """Calls of a scaler of ours, or the nearest of torch's, over so many parameters."""
+    gradients = [torch.ones(ELEMENTS) for _ in range(count)]
+    optimizer, scaler = optimizer_over(gradients, path == FUSED), kind("cpu")
+    params, is_ours = optimizer.param_groups[0]["params"], isinstance(scaler, GradScaler)
     scaler.scale(torch.ones(()))
-    return scaler, optimizer(params)
-
-
-def unscale(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    scaler, optimizer = started(kind, count, NoOptimizer)
 
     def call() -> None:
-        scaler.unscale_(optimizer)
-        scaler.update()
-
-    return call
-
-
-def fused_step(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    scaler, optimizer = started(kind, count, Fused)
-
-    def both() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    def at_once() -> None:
-        scaler.step_and_update(optimizer)
-
-    return at_once if isinstance(scaler, GradScaler) else both
-
-
-def clipped(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    scaler, optimizer = started(kind, count, NoOptimizer)
-    params = optimizer.param_groups[0]["params"]
-
-    def call() -> None:
-        if isinstance(scaler, GradScaler):
+        if path == FUSED and is_ours:
+            scaler.step_and_update(optimizer)
+            return
+        if path == CLIP and is_ours:
             scaler.clip_grad_norm_(optimizer, 1.0)
-        else:
+        elif path != FUSED:
             scaler.unscale_(optimizer)
+        if path == CLIP and not is_ours:
             torch.nn.utils.clip_grad_norm_(params, 1.0)
-        scaler.step(optimizer)
+        if path != UNSCALE:
+            scaler.step(optimizer)
         scaler.update()
 
     return call
-
-
-CALLS = {
-    "`unscale_` + `update`": unscale,
-    "fused `step_and_update`": fused_step,
-    "clip + `step` + `update`": clipped,
-}
 
 
 def best(call: Callable[[], object], rounds: int, calls: int) -> float:
@@ -193,29 +158,28 @@ def count_frames(kind: str) -> dict[str, list[int]]:
 
     if kind != "cpu":
         give_kernels(kind)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {}
-    for row, (optimizer, call, arguments) in FRAMES.items():
-        arguments = {name: value or dist.group.WORLD for name, value in arguments.items()}
-        loop = Loop(GradScaler("cpu", **arguments), optimizer)
+    with group_of_one():
+        for row, (optimizer, call, arguments) in FRAMES.items():
+            group = torch.distributed.group.WORLD
+            given = {name: value or group for name, value in arguments.items()}
+            loop = Loop(GradScaler("cpu", **given), optimizer)
 
-        def step(loop: Loop = loop, call: str = call) -> None:
-            if call == "at once":
-                loop.scaler.step_and_update(loop.optimizer)
-                return
-            if call == "clip":
-                loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
-            loop.scaler.step(loop.optimizer)
-            loop.scaler.update()
+            def step(loop: Loop = loop, call: str = call) -> None:
+                if call == "at once":
+                    loop.scaler.step_and_update(loop.optimizer)
+                    return
+                if call == "clip":
+                    loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
+                loop.scaler.step(loop.optimizer)
+                loop.scaler.update()
 
-        loop.backward()
-        step()  # what is launched first is compiled
-        loop.backward()
-        frames = frames_of(step, but=loop.optimizer.step, of_triton="Triton")
-        tritons = frames.count("Triton")
-        found[row] = [len(frames) - tritons, tritons]
-    dist.destroy_process_group()
+            loop.backward()
+            step()  # what is launched first is compiled
+            loop.backward()
+            frames = frames_of(step, but=loop.optimizer.step, of_triton="Triton")
+            tritons = frames.count("Triton")
+            found[row] = [len(frames) - tritons, tritons]
     return found
 
 

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,7 @@ def default_device() -> torch.device:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Last cache before the memory of a GPU or of the CPU's first core, in bytes.
-
-    A typical size where it cannot be read.
-    """
+    """Last cache before the memory of a GPU or of the CPU's first core, in bytes."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return getattr(properties, "L2_cache_size", 0) or DEFAULT_GPU_CACHE_BYTES
@@ -87,19 +83,20 @@ def available_bytes(device: torch.device) -> int | None:
 
 def _memory(name: str) -> int | None:
     """Line of the system's memory information in bytes, or None."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")]
-    return found[0] if found else None
+    found = _line("/proc/meminfo", name)
+    return int(found.split()[0]) << 10 if found else None
+
+
+def _line(path: str, name: str) -> str | None:
+    """Value of the first line of a system's file with that name, or None."""
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), re.MULTILINE)
+        return found[1] if found else None
+    return None
 
 
 def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
-    """Memory left by a container's limit in bytes; None without a limit.
-
-    Cached files count as free.
-    """
+    """Memory left by a container's limit in bytes; None without a limit."""
     try:
         most = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
@@ -117,27 +114,21 @@ def require_memory(needed: int, device: torch.device) -> None:
 
 
 def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """Number of tensors per launch of torch's op on a GPU.
-
-    110 fit into 4 KB of arguments. From torch 2.12 on, built with CUDA 13, it takes 32 KB.
-
-    Args:
-        torch_version: `torch.__version__`.
-        cuda: `torch.version.cuda`; None for a build without CUDA, such as one with ROCm.
-    """
-    large = cuda is not None and _numbers(cuda) >= (13,) and _numbers(torch_version) >= (2, 12)
-    return 770 if large else 110
+    """Number of tensors per launch of torch's op on a GPU; `cuda` is `torch.version.cuda`."""
+    of_torch, of_cuda = ([*map(int, re.findall(r"\d+", v))] for v in (torch_version, cuda or "0"))
+    return 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Facts about this machine that timings depend on; `load` is that of other processes."""
+    has_affinity = hasattr(os, "sched_getaffinity")
     return {
         **(_gpu(device) if device.type == "cuda" else {}),
-        "cpu": _cpu_name(),
+        "cpu": _line("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "arch": platform.machine(),
         "os": platform.system(),
         # Those available to this process, where the system tells.
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory("MemTotal"),
         "cache_bytes": cache_bytes(torch.device("cpu")),
@@ -147,69 +138,42 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
-def new_results(device: torch.device) -> Results:
-    """Results without rows, dated now."""
-    return Results(
-        machine=describe(device),
-        torch=torch.__version__,
-        triton=_triton_version(),
-        ampfast=ampfast.__version__,
-        commit=_commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    )
-
-
 def _gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
+    query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
         "gpu_cache_bytes": cache_bytes(device),
         "gpu_processors": properties.multi_processor_count,
         "gpu_capability": f"{properties.major}.{properties.minor}",
-        "driver": _driver(),
+        "driver": (query or "unknown").partition("\n")[0],
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "tensors_per_launch": tensors_per_launch(torch.__version__, torch.version.cuda),
     }
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _output(*command: str) -> str | None:
+    """What a program prints, or None where it is missing or fails."""
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip().partition("\n")[0] or None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
-
-
-def _triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Measured commit: AMPFAST_COMMIT, or git's, marked where tracked files differ; or None."""
-    if given := os.environ.get("AMPFAST_COMMIT"):
-        return given
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty"]
-    try:
-        done = subprocess.run([*command, "--exclude=*"], check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
     return done.stdout.strip()
+
+
+def new_results(device: torch.device) -> Results:
+    """Results without rows, dated now; the commit is AMPFAST_COMMIT or git's, marked if dirty."""
+    git = ("git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty")
+    triton = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        triton = importlib.metadata.version("triton")
+    return Results(
+        machine=describe(device),
+        torch=torch.__version__,
+        triton=triton,
+        ampfast=ampfast.__version__,
+        commit=os.environ.get("AMPFAST_COMMIT") or _output(*git, "--exclude=*"),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,25 +13,23 @@ import torch
 from torch import Tensor
 
 import ampfast
+from ampfast import backends
 
-from . import goals, providers
 from .cases import CASES, GradCase, make_gradients
-from .clipping import exact_norm
-from .goals import CLIPPED_MASTERS, MASTERS
-from .harness import Contender, Job, Measured, Setting, assert_same, interleave
 from .machine import require_memory
+from .providers import exact_norm
 from .steps import NoOptimizer, make_scaler, scaler_state
-from .timing import LOOP, Timed, dtype_name
+from .timing import LOOP, Contender, Job, Measured, Setting, Timed, assert_same, interleave
 
-DTYPE = torch.float16
+MASTERS, CLIPPED_MASTERS = "master weights", "master weights, clip"
 LISTS = (
     GradCase("1000x4", 1000 * ((4,),)),
-    *(CASES[name] for name in ("1000x1k", "resnet50", "bert_base")),
+    CASES["1000x1k"],
+    CASES["resnet50"],
+    CASES["bert_base"],
 )
-QUICK_LISTS = LISTS[:2]
-SCALE = 2.0**7
-PARITY_STEPS = 4
-BAD_STEP = 2
+CPU, DTYPE, SCALE = torch.device("cpu"), torch.float16, 2.0**7
+PARITY_STEPS, BAD_STEP = 4, 2
 # Relative tolerance of clipped weights: torch sums the norm of up to 1e8 values in float32, which
 # on a CPU differs by 2e-5 there.
 CLIP_TOLERANCE = 1e-4
@@ -52,20 +49,17 @@ class Ours:
         self._limit = limit
         self._optimizer: Any = ampfast.master_weights_(optimizer(self.parameters))
         self.zero_grad = self._optimizer.zero_grad
-        self._scaler = make_scaler(backend(), torch.device("cpu"), SCALE)
+        self.scaler = make_scaler(backends.default_for(CPU), CPU, SCALE)
 
     def step(self) -> None:
         """The calls of an iteration between backward and `zero_grad`."""
         if self._limit is not None:
-            self._scaler.clip_grad_norm_(self._optimizer, self._limit)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+            self.scaler.clip_grad_norm_(self._optimizer, self._limit)
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
 
     def masters(self) -> list[Tensor]:
         return [self._optimizer.master_weights[each] for each in self.parameters]
-
-    def scale(self) -> Tensor:
-        return scaler_state(self._scaler)[0]
 
 
 class Foreach:
@@ -81,17 +75,17 @@ class Foreach:
         self._optimizer = optimizer(self._masters)
         # The gradients of the parameters alone.
         self.zero_grad = NoOptimizer(self.parameters).zero_grad
-        self._scaler = make_scaler("torch", torch.device("cpu"), SCALE)
+        self.scaler = make_scaler("torch", CPU, SCALE)
 
     @torch.no_grad()
     def step(self) -> None:
         """The calls of an iteration between backward and `zero_grad`."""
         self._cast()
         if self._limit is not None:
-            self._scaler.unscale_(self._optimizer)
+            self.scaler.unscale_(self._optimizer)
             torch.nn.utils.clip_grad_norm_(self._masters, self._limit)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
         self._round()
 
     def _cast(self) -> None:
@@ -102,9 +96,6 @@ class Foreach:
 
     def masters(self) -> list[Tensor]:
         return [master.detach() for master in self._masters]
-
-    def scale(self) -> Tensor:
-        return scaler_state(self._scaler)[0]
 
 
 class Loop(Foreach):
@@ -119,31 +110,25 @@ class Loop(Foreach):
             parameter.copy_(master)
 
 
-def backend() -> str:
-    """ampfast's backend on a CPU."""
-    (name,), _ = providers.available(torch.device("cpu"))
-    return name
-
-
 def sides_over(
     weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
-) -> dict[str, Ours | Foreach]:
+) -> dict[str, Any]:
     """Sides by provider, with parameters of their own."""
-    kinds: dict[str, Any] = {"torch": Foreach, LOOP: Loop, backend(): Ours}
+    kinds = {"torch": Foreach, LOOP: Loop, backends.default_for(CPU): Ours}
     return {name: kind(weights, optimizer, limit) for name, kind in kinds.items()}
 
 
-def backward(side: Ours | Foreach, gradients: Sequence[Tensor]) -> None:
+def backward(side: Any, gradients: Sequence[Tensor]) -> None:
     """Leaves new gradients."""
     torch.autograd.backward(side.parameters, gradients)
 
 
 def jobs(on: Setting) -> list[Job]:
     """One job for each list, unclipped and clipped; none on a GPU."""
-    lists = QUICK_LISTS if on.effort.quick else LISTS
     return [
         Job(f"{call}, {case.name}", functools.partial(measure, case, call, on))
-        for case, call in itertools.product(lists, (MASTERS, CLIPPED_MASTERS))
+        for case in (LISTS[:2] if on.effort.quick else LISTS)
+        for call in (MASTERS, CLIPPED_MASTERS)
         if on.queue is None
     ]
 
@@ -153,7 +138,7 @@ def measure(case: GradCase, call: str, on: Setting) -> Measured:
     require_memory(BYTES_PER_ELEMENT * case.elements, on.device)
     weights, gradients = (make_gradients(case, DTYPE, on.device) for _ in range(2))
     limit = exact_norm(gradients) / SCALE / 2 if call == CLIPPED_MASTERS else None
-    what = f"{call}, {case.name} {dtype_name(DTYPE)}"
+    what = f"{call}, {case.name}"
     assert_parity(weights, gradients, limit, what)
     sides = sides_over(weights, NoOptimizer, limit)
 
@@ -170,15 +155,12 @@ def measure(case: GradCase, call: str, on: Setting) -> Measured:
     contenders = [Contender(call, name, lambda number: None) for name in sides]
     # One step of each side in a round.
     effort = replace(on.effort, sample_s=0.0)
-    timed = Timed(
-        *("masters", case, DTYPE, contenders),
-        interleave(contenders, effort, cycle=1, timer=timer),
-    )
+    samples = interleave(contenders, effort, cycle=1, timer=timer)
     for name, side in sides.items():
         assert_same(side.parameters, weights, f"{what}, by {name}, after it was timed")
-        if side.scale().item() != SCALE:
+        if side.scaler.get_scale() != SCALE:
             raise AssertionError(f"{what}, by {name}: a step was skipped while timed")
-    return Measured(timed.rows(), goals.of_masters(timed, backend()))
+    return Measured(Timed("masters", case, DTYPE, contenders, samples).rows())
 
 
 def assert_parity(
@@ -194,9 +176,9 @@ def assert_parity(
             backward(side, bad if number == BAD_STEP else gradients)
             side.step()
             side.zero_grad()
-            where = f"{what}, by {name}, step {number}"
-            assert_same([side.scale()], [theirs.scale()], f"scale of {where}")
-            masters = side.masters()
+            where, masters = f"{what}, by {name}, step {number}", side.masters()
+            states = scaler_state(side.scaler), scaler_state(theirs.scaler)
+            assert_same(*states, f"scale of {where}")
             rounded = [each.to(DTYPE) for each in masters]
             assert_same(side.parameters, rounded, f"parameters of {where}")
             if limit is None:

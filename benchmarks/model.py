@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from ampfast.backends import core, gpu
 from ampfast.backends.core import Factor, Pass
 
-from . import readme, tables
+from . import pages, tables
 from .cases import CASES, GradCase
 from .decisive import LISTS, SUBJECT
 from .providers import CHECK, UNSCALE
@@ -53,9 +52,6 @@ class Cost:
         moved = (self.bytes + self.table_bytes) / BYTES_PER_SECOND
         return self.launches * FIXED_SECONDS + moved
 
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def is_capturing(self) -> bool:
         return False
 
@@ -75,10 +71,8 @@ def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
     tensors = [memory[: torch.Size(shape).numel()].view(shape) for shape in case.shapes]
-    grads = core.list_of(tensors, memory.device)
     counted = Cost()
-    kernels = gpu.DeviceKernels(counted)
-    kernels.run(grads, PASSES[call])
+    gpu.DeviceKernels(counted).run(core.list_of(tensors, memory.device), PASSES[call])
     return counted
 
 
@@ -114,8 +108,7 @@ def block(results: Sequence[Results]) -> str:
     lines = []
     for name, dtype in MODELLED:
         for call in (CHECK, UNSCALE):
-            case = CASES[name]
-            counted = cost(case, dtype, call)
+            case, counted = CASES[name], cost(CASES[name], dtype, call)
             lines.append(
                 (
                     *(name, dtype_name(dtype), call),
@@ -124,34 +117,33 @@ def block(results: Sequence[Results]) -> str:
                     f"{counted.table_bytes / 1e3:,.1f} kB",
                     f"{counted.seconds * 1e6:,.1f} us",
                     *(_torch(case, dtype, *most) for most in TORCH_LAUNCHES.values()),
-                    _measured(_rows(newest), name, dtype_name(dtype), call),
+                    _measured(newest, (name, dtype_name(dtype), call)),
                 )
             )
     header = ("list", "dtype", "pass", "tensors", "launches", "bytes", "table", "expected")
     names = (*header, *TORCH_LAUNCHES, "measured")
     of = dict(zip(names, lines[0], strict=True))
-    example = (
+    parts = [
         f"For example, a {of['pass']} of {of['list']}, {of['tensors']} tensors: {of['launches']} "
         f"launch of ours, which should take {of['expected']}; a cell of torch's reads launches: "
-        "time."
-    )
-    table = f"{example}\n\n{tables.Table('', '', '', names, lines, 3).markdown()}"
-    if newest is None:
-        return table
-    return f"{table}\n\nMeasured on {newest.place} with {newest.versions}, {newest.date[:10]}."
+        "time.",
+        tables.Table("", "", "", names, lines, 3).markdown(),
+    ]
+    if newest is not None:
+        parts.append(f"Measured on {newest.place} with {newest.versions}, {newest.date[:10]}.")
+    return "\n\n".join(parts)
 
 
-def _rows(results: Results | None) -> list[Row]:
-    return [row for row in results.rows if row.subject == SUBJECT and row.ms] if results else []
+def _rows(results: Results) -> list[Row]:
+    return [row for row in results.rows if row.subject == SUBJECT and row.ms]
 
 
-def _measured(rows: Sequence[Row], name: str, dtype: str, call: str) -> str:
+def _measured(results: Results | None, wanted: tuple[str, str, str]) -> str:
     """The faster backend's median."""
-    wanted = (name, dtype, call)
     found = [
         (row.ms.p50, row.side.removeprefix("ampfast, "))
-        for row in rows
-        if row.ms and row.side not in tables.OTHERS
+        for row in (_rows(results) if results else ())
+        if row.side not in tables.OTHERS
         if (row.case.removesuffix(", cold"), row.dtype, row.call) == wanted
     ]
     if not found:
@@ -162,12 +154,10 @@ def _measured(rows: Sequence[Row], name: str, dtype: str, call: str) -> str:
 
 def committed(folder: Path) -> list[Results]:
     """All results in a repository."""
-    return [Results.read(file) for file in sorted((folder / readme.RESULTS).glob("*.json"))]
+    return [Results.read(file) for file in sorted((folder / pages.RESULTS).glob("*.json"))]
 
 
 def write(folder: Path) -> None:
     """Renews the table in the documentation of a repository."""
     page = folder / PAGE
-    before, _, after = readme.split(page)
-    text = f"{before}{readme.START}\n{block(committed(folder))}\n{readme.END}{after}"
-    write_whole(page, text)
+    write_whole(page, pages.with_block(page, block(committed(folder))))

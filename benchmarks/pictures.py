@@ -31,14 +31,55 @@ STYLE = {
 
 
 class Bar(NamedTuple):
-    """Bar of a group; `spread` is its 20th and 80th percentile, `mark` a length to compare with."""
+    """Bar of a group, with 20th and 80th percentile, and `mark`, a length to compare with."""
 
     group: str
-    series: str
     value: float
     label: str
-    spread: tuple[float, float] | None = None
+    low: float
+    high: float
     mark: float | None = None
+
+
+def own_time(row: Row) -> Bar:
+    return _time(row, f"{row.case}\n{row.tensors} parameters, {row.call}")
+
+
+def warm_time(row: Row) -> Bar | None:
+    group = f"{row.case.partition('x')[0]} parameters\n{row.call}"
+    return None if row.replaces else _time(row, group)
+
+
+def _time(row: Row, group: str) -> Bar:
+    low, middle, high = row.host_us
+    speed = "" if row.vs_torch is None else f" ({faster(row.vs_torch)})"
+    return Bar(group, middle, f"{middle:,.0f}{speed}", low, high)
+
+
+def throughput(row: Row) -> Bar | None:
+    if row.call != UNSCALE or row.dtype != "float32" or not row.gb_s:
+        return None
+    label = percent(row.percent_of_copy)
+    return Bar(row.case, row.gb_s, label, *_inverted(row, row.gb_s), row.copy_gb_s)
+
+
+def over_none(row: Row) -> Bar | None:
+    if not row.over_none or row.side == NO_SCALER:
+        return None
+    ends = (row.over_none * each / row.ms.p50 for each in (row.ms.p20, row.ms.p80))
+    return Bar(f"{row.case}\n{row.call}", row.over_none, f"{row.over_none:.3f}", *ends)
+
+
+def speedup(row: Row) -> Bar | None:
+    if not row.vs_torch or row.dtype != "float32":
+        return None
+    ends = _inverted(row, row.vs_torch)
+    return Bar(f"{row.case}\n{row.call}", row.vs_torch, faster(row.vs_torch), *ends)
+
+
+def _inverted(row: Row, value: float) -> tuple[float, float]:
+    """Spread of a figure that falls as the row's own time grows."""
+    return value * row.ms.p50 / row.ms.p80, value * row.ms.p50 / row.ms.p20
 
 
 class Chart(NamedTuple):
@@ -49,71 +90,30 @@ class Chart(NamedTuple):
     axis: str
     bar: Callable[[Row], Bar | None]
     line: float | None = None
-    better: str = "lower"
 
 
-def _own_time(row: Row) -> Bar:
-    return _timed(row, f"{row.case}\n{row.tensors} parameters, {row.call}")
-
-
-def _warm_time(row: Row) -> Bar | None:
-    group = f"{row.case.partition('x')[0]} parameters\n{row.call}"
-    return None if row.replaces else _timed(row, group)
-
-
-def _timed(row: Row, group: str) -> Bar:
-    microseconds = row.host_us.p50 if row.host_us else 0.0
-    speed = "" if row.vs_torch is None else f" ({faster(row.vs_torch)})"
-    ends = (row.host_us.p20, row.host_us.p80) if row.host_us else None
-    return Bar(group, row.side, microseconds, f"{microseconds:,.0f}{speed}", ends)
-
-
-def _throughput(row: Row) -> Bar | None:
-    if row.call != UNSCALE or row.dtype != "float32" or not row.gb_s:
-        return None
-    label, ends = percent(row.percent_of_copy), _ends(row, row.gb_s, inverted=True)
-    return Bar(row.case, row.side, row.gb_s, label, ends, row.copy_gb_s)
-
-
-def _over_none(row: Row) -> Bar | None:
-    if not row.over_none or row.side == NO_SCALER:
-        return None
-    label, ends = f"{row.over_none:.3f}", _ends(row, row.over_none)
-    return Bar(f"{row.case}\n{row.call}", row.side, row.over_none, label, ends)
-
-
-def _speedup(row: Row) -> Bar | None:
-    if not row.vs_torch or row.dtype != "float32":
-        return None
-    label, ends = faster(row.vs_torch), _ends(row, row.vs_torch, inverted=True)
-    return Bar(f"{row.case}\n{row.call}", row.side, row.vs_torch, label, ends)
-
-
-def _ends(row: Row, value: float, inverted: bool = False) -> tuple[float, float] | None:
-    """A figure's spread by that of the row's own time, as which it grows or, inverted, falls."""
-    if row.ms is None:
-        return None
-    low, high = row.ms.p20 / row.ms.p50, row.ms.p80 / row.ms.p50
-    return (value / high, value / low) if inverted else (value * low, value * high)
-
-
-OVER_NONE = "time over that without a scaler (the line)"
 # The most informative first.
 CHARTS = {
     "loops": Chart(
-        "loops", "Scaler's own time in training loops", "microseconds a step", _own_time
+        *("loops", "Scaler's own time in training loops"),
+        *("microseconds a step; lower is better", own_time),
     ),
-    "host": Chart("host", "Host time of the scaler's calls, warm", "microseconds", _warm_time),
+    "host": Chart(
+        *("host", "Host time of the scaler's calls, warm"),
+        *("microseconds; lower is better", warm_time),
+    ),
     "throughput": Chart(
         *("kernels", "Throughput of unscale_, float32"),
-        *("GB/s; percent of a copy, whose bandwidth is the black mark", _throughput),
-        better="higher",
+        "GB/s; percent of a copy, whose bandwidth is the black mark; higher is better",
+        throughput,
     ),
-    "training": Chart("training", "Whole training steps", OVER_NONE, _over_none, 1.0),
-    "mlp": Chart("mlp", "A perceptron in mixed precision", OVER_NONE, _over_none, 1.0),
+    "training": Chart(
+        *("training", "Whole training steps"),
+        *("time over that without a scaler (the line); lower is better", over_none, 1.0),
+    ),
     "clip": Chart(
-        *("clip", "Unscaling and clipping, float32", "times as fast as torch (the line)"),
-        *(_speedup, 1.0, "higher"),
+        *("clip", "Unscaling and clipping, float32"),
+        *("times as fast as torch (the line); higher is better", speedup, 1.0),
     ),
 }
 
@@ -142,9 +142,8 @@ def svg(figure: Figure) -> str:
 def write(figures: dict[str, Figure], folder: Path, png: bool = True) -> None:
     """Writes each picture as SVG, and as PNG, too; removes those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if old.suffix in (".svg", ".png"):
-            old.unlink()
+    for old in (*folder.glob("*.svg"), *folder.glob("*.png")):
+        old.unlink()
     for name, figure in figures.items():
         write_whole(folder / f"{name}.svg", svg(figure))
         if png:
@@ -162,20 +161,11 @@ def _growth(results: Results) -> Figure | None:
     figure.suptitle("Time of unscale_ and update as gradients grow", x=0.01, ha="left")
     for axes, call in zip(figure.subplots(1, len(calls), squeeze=False)[0], calls, strict=True):
         here = [row for row in rows if row.call == call]
-        colours = _colours([row.side for row in here])
-        for side, colour in colours.items():
-            points = [
-                (
-                    row.elements if row.tensors == 1 else row.tensors,
-                    row.ms.p50,
-                    row.ms.p20,
-                    row.ms.p80,
-                )
-                for row in here
-                if row.side == side and row.ms
-            ]
-            sizes, times, least, most = zip(*points, strict=True)
-            axes.plot(sizes, times, color=colour, label=side, marker="o", ms=3)
+        for side, colour in _colours([row.side for row in here]).items():
+            found = [row for row in here if row.side == side]
+            sizes = [row.elements if row.tensors == 1 else row.tensors for row in found]
+            least, middle, most = zip(*(row.ms for row in found), strict=True)
+            axes.plot(sizes, middle, color=colour, label=side, marker="o", ms=3)
             axes.vlines(sizes, least, most, color=colour)
         axes.set(xscale="log", yscale="log", xlabel=call.removeprefix("by "), ylabel="milliseconds")
         axes.legend(frameon=False)
@@ -190,27 +180,26 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
 
 def _bars(chart: Chart, results: Results) -> Figure | None:
     rows = [row for row in results.rows if row.subject == chart.subject]
-    if chart.subject == "loops":
-        rows = usual_loops(rows)
-    if not (bars := [bar for bar in map(chart.bar, rows) if bar]):
+    rows = usual_loops(rows) if chart.subject == "loops" else rows
+    bars = [(row.side, bar) for row in rows if (bar := chart.bar(row))]
+    if not bars:
         return None
     from matplotlib.figure import Figure
 
-    colours = _colours([bar.series for bar in bars])
-    groups = list(dict.fromkeys(bar.group for bar in bars))
+    colours = _colours([side for side, _ in bars])
+    groups = list(dict.fromkeys(bar.group for _, bar in bars))
     figure = Figure(figsize=(8, 1.3 + 0.2 * len(bars) + 0.18 * len(groups)), layout="constrained")
     axes = figure.subplots()
     position, centres = 0.0, []
     for group in groups:
-        here = [bar for bar in bars if bar.group == group]
+        here = [(side, bar) for side, bar in bars if bar.group == group]
         centres.append(position + (len(here) - 1) / 2)
-        for bar in here:
-            axes.barh(position, bar.value, 0.9, color=colours[bar.series])
-            if bar.spread is not None:
-                ends = [[bar.value - bar.spread[0]], [bar.spread[1] - bar.value]]
-                axes.errorbar(bar.value, position, xerr=ends, fmt="none", ecolor="k", elinewidth=1)
+        for side, bar in here:
+            axes.barh(position, bar.value, 0.9, color=colours[side])
+            ends = [[bar.value - bar.low], [bar.high - bar.value]]
+            axes.errorbar(bar.value, position, xerr=ends, fmt="none", ecolor="k", elinewidth=1)
             axes.annotate(
-                *(bar.label, (bar.spread[1] if bar.spread else bar.value, position), (4, 0)),
+                *(bar.label, (bar.high, position), (4, 0)),
                 textcoords="offset points",
                 va="center",
                 fontsize=8,
@@ -226,7 +215,7 @@ def _bars(chart: Chart, results: Results) -> Figure | None:
     axes.margins(x=0.15, y=0.01)
     axes.set_xlim(left=0)
     axes.set_title(chart.title)
-    axes.set_xlabel(f"{chart.axis}; {chart.better} is better")
+    axes.set_xlabel(chart.axis)
     if chart.line is not None:
         axes.axvline(chart.line, color="k", ls="--", lw=1)
     handles: list[Any] = [axes.barh(0, 0, color=colour) for colour in colours.values()]

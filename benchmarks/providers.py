@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -18,30 +18,26 @@ from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
 
-from .cases import GradCase, make_gradients
-from .harness import assert_same
-from .timing import dtype_name
+from .timing import assert_same
 
-CHECK = "check"
-UNSCALE = "unscale"
-UPDATE = "unscale+update"
-COPY = "copy"
-# A copy whose reads and writes together are as many bytes as a check reads.
-HALF_COPY = "copy of half"
-# The largest value of memory in one piece.
-READ = "read"
-PATHS = (CHECK, UNSCALE, UPDATE)
-# A check with the 2-norm.
-NORM = "norm"
-# Of `torch_calls` and `launches` alone: that and a multiplication by the clip coefficient, which is
-# 1.
-CLIP = "norm and clip"
+CHECK, UNSCALE, UPDATE = PATHS = ("check", "unscale", "unscale+update")
+# A check with the 2-norm; and, of `torch_calls` and `launches` alone, that and a multiplication by
+# the clip coefficient, which is 1.
+NORM, CLIP = "norm", "norm and clip"
+# A copy, one whose reads and writes together are as many bytes as a check reads, and the largest
+# value of memory in one piece.
+COPY, HALF_COPY, READ = "copy", "copy of half", "read"
 # Comma-separated backends to leave out, such as those whose results were wrong before.
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 
 # Growth factor, backoff factor and growth interval. Never grows: the scale is constant while a path
 # is timed.
 FACTORS = (2.0, 0.5, 2**31 - 1)
+# Inverse scale of the comparisons.
+THIRD = 1 / 3
+# Relative tolerance of a norm, as docs/kernels.md has it.
+NORM_TOLERANCE = 3e-7
+PIECE = 1 << 26
 
 Gradients = list[Tensor]
 
@@ -49,15 +45,11 @@ _torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def moved_bytes(path: str, list_bytes: int) -> int:
-    """Bytes that a path must move for N elements of b bytes.
+    """Bytes that a path must at least move for N elements of b bytes.
 
     A check reads the list, b*N, and can take the norm on the way. Unscaling also writes as much,
-    2*b*N, and can update the scale on the way; so does a copy. Clipping needs the norm first. That
-    is the least: a provider that takes several passes moves more, and its bytes per second are what
-    it achieves of the work.
+    2*b*N, and can update the scale on the way; so does a copy. Clipping needs the norm first.
     """
-    # "check, 64 KiB" is a check.
-    path = path.partition(",")[0]
     passes = {CHECK: 1, HALF_COPY: 1, NORM: 1, READ: 1, CLIP: 3}
     return passes.get(path, 2) * list_bytes
 
@@ -78,24 +70,26 @@ class Scalars:
 
     @classmethod
     def make(cls, device: torch.device, inverse: float = 0.5) -> Scalars:
-        def scalar(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(value, dtype=dtype, device=device)
-
-        return cls(
-            *(scalar(0), scalar(1)),
-            inverses=(scalar(inverse), scalar(1 / inverse)),
-            scales=(scalar(1 / inverse), scalar(inverse)),
-            trackers=(scalar(0, torch.int32), scalar(0, torch.int32)),
-        )
+        values = [torch.tensor(v, device=device) for v in (0.0, 1.0, inverse, 1 / inverse)]
+        found_inf, one, less, more = values
+        trackers = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(2)]
+        scales = (more.clone(), less.clone())
+        return cls(found_inf, one, (less, more), scales, (trackers[0], trackers[1]))
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a provider, given the result of `prepare` for a list, and the turn, 0 or 1."""
+    """Calls of a provider, given what `prepare` makes of a list, and the turn, 0 or 1."""
 
     provider: str
     prepare: Callable[[Gradients], Any]
     paths: dict[str, Callable[[Any, int], Any]]
+
+    def around(self) -> AbstractContextManager[object]:
+        """Context that makes a backend the default of the functional calls."""
+        if self.provider == "torch":
+            return nullcontext()
+        return mock.patch.dict(os.environ, AMPFAST_BACKEND=self.provider)
 
 
 def available(device: torch.device) -> tuple[list[str], list[str]]:
@@ -106,18 +100,12 @@ def available(device: torch.device) -> tuple[list[str], list[str]]:
     without = os.environ.get(WITHOUT, "").split(",")
     for report in backends.report():
         if device.type in report.device_types:
-            if report.name in without:
-                reasons.append(f"{report.name}: not measured, {WITHOUT} names it")
-            elif report.available:
+            reason = f"{WITHOUT} names it" if report.name in without else report.reason
+            if report.available and report.name not in without:
                 names.append(report.name)
             else:
-                reasons.append(f"{report.name}: not measured, {report.reason}")
+                reasons.append(f"{report.name}: not measured, {reason}")
     return names, reasons
-
-
-def default_backend(name: str) -> AbstractContextManager[object]:
-    """Makes a backend the default of the functional calls."""
-    return mock.patch.dict(os.environ, AMPFAST_BACKEND=name)
 
 
 def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -131,10 +119,7 @@ def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def torch_calls(scalars: Scalars) -> Calls:
-    """torch's op, and the calls around it.
-
-    Its check, as in the scaler, is the same op with an inverse scale of 1, which writes, too.
-    """
+    """torch's op, and the calls around it."""
     s = scalars
 
     def unscale(gradients: Gradients, turn: int) -> None:
@@ -161,28 +146,25 @@ def torch_calls(scalars: Scalars) -> Calls:
 
 
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
-    """ampfast's functional calls, for use within `default_backend(name)`.
-
-    The norm is a pass as the scaler makes it: a custom op takes milliseconds for 1,000 tensors.
-    """
+    """ampfast's functional calls, and a norm, which is returned as its square."""
     s = scalars
-    kernels = backends.choose(name).kernels_for(device)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    run = backends.choose(name).kernels_for(device).run
+
+    def unscale(gradients: Gradients, turn: int) -> None:
+        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
 
     def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
+        unscale(gradients, turn)
         functional.update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
     def norm(gradients: Gradients, turn: int) -> Tensor:
-        work = Pass(False, Factor.TIMES, s.inverses[turn], s.found_inf, sums=sums)
-        kernels.run(listed(gradients), work)
-        return sums
+        run(listed(gradients), Pass(False, Factor.TIMES, s.inverses[turn], s.found_inf, sums=sums))
+        return sums[0]
 
     paths = {
         CHECK: lambda gradients, turn: functional.check_(gradients, s.found_inf),
-        UNSCALE: lambda gradients, turn: functional.unscale_(
-            gradients, s.found_inf, s.inverses[turn]
-        ),
+        UNSCALE: unscale,
         UPDATE: unscale_and_update,
         NORM: norm,
     }
@@ -195,49 +177,41 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     Graphs capture these, since a whole call would include the upload of the table, which happens
     only when an address has changed.
     """
-    s = scalars
-    kernels = device_kernels(name, device)
-    launcher = kernels._launcher
-    endings = [
-        kernels.ending(Update(scale, tracker, [], *FACTORS))
-        for scale, tracker in zip(s.scales, s.trackers, strict=True)
-    ]
-
-    def table(gradients: Gradients) -> core.DeviceTable:
-        grads = listed(gradients)
-        # As often as it takes until it is uploaded.
-        return [core.DeviceTable.of(grads, False) for _ in range(8)][-1]
-
+    s, kernels = scalars, device_kernels(name, device)
+    updates = [Update(*pair, [], *FACTORS) for pair in zip(s.scales, s.trackers, strict=True)]
+    endings = [kernels.ending(update) for update in updates]
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
     limits = core.Clip(sums, math.inf, False, torch.zeros((), device=device), sums.new_zeros(()))
+    inverse = Factor.TIMES_RECIPROCAL
 
-    def launch(
-        table: core.DeviceTable, write: bool, how: Factor, factor: Tensor | None, **more: Any
-    ) -> None:
+    def table(gradients: Gradients) -> core.DeviceTable:
+        # As often as it takes until it is uploaded.
+        return [core.DeviceTable.of(listed(gradients), False) for _ in range(8)][-1]
+
+    def launch(table: core.DeviceTable, write: bool, how: Factor, factor: Any, **more: Any) -> None:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
-        work = Pass(write, how, factor, s.found_inf, **more)
         with on_device(device):
-            launcher.multi_tensor(work, table, segment, True)
+            kernels._launcher.multi_tensor(
+                Pass(write, how, factor, s.found_inf, **more), table, segment, True
+            )
 
     def norm(table: core.DeviceTable, turn: int) -> Tensor:
-        launch(table, False, Factor.TIMES_RECIPROCAL, s.scales[turn], sums=sums[0])
+        launch(table, False, inverse, s.scales[turn], sums=sums[0])
         return sums[0, 0]
 
     def clip(table: core.DeviceTable, turn: int) -> None:
         norm(table, turn)
         with on_device(device):
-            launcher.clip_coefficient(limits)
-        more = {"coefficient": limits.coefficient}
-        launch(table, True, Factor.TIMES_RECIPROCAL, s.scales[turn], **more)
-
-    def unscale_and_update(table: core.DeviceTable, turn: int) -> None:
-        launch(table, True, Factor.TIMES_RECIPROCAL, s.scales[turn], ending=endings[turn])
+            kernels._launcher.clip_coefficient(limits)
+        launch(table, True, inverse, s.scales[turn], coefficient=limits.coefficient)
 
     paths = {
         CHECK: lambda table, turn: launch(table, False, Factor.NONE, None),
         UNSCALE: lambda table, turn: launch(table, True, Factor.TIMES, s.inverses[turn]),
-        UPDATE: unscale_and_update,
+        UPDATE: lambda table, turn: launch(
+            table, True, inverse, s.scales[turn], ending=endings[turn]
+        ),
         NORM: norm,
         CLIP: clip,
     }
@@ -249,10 +223,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
-    """Kernels of a backend over tables on a device, or None if it has none."""
-    kernels = backends.choose(name).kernels_for(device)
-    return kernels if isinstance(kernels, DeviceKernels) else None
+def device_kernels(name: str, device: torch.device) -> DeviceKernels:
+    """Kernels of a backend over tables on a device."""
+    kernels: Any = backends.choose(name).kernels_for(device)
+    return kernels
 
 
 def listed(gradients: Gradients) -> core.GradList:
@@ -260,43 +234,62 @@ def listed(gradients: Gradients) -> core.GradList:
     return core.list_of(gradients, gradients[0].device)
 
 
-def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Compares all calls of a backend with torch's, for finite and other gradients.
+def assert_parity(
+    gradients: Gradients, make: Callable[[Scalars], Calls], paths: Sequence[str], what: str
+) -> None:
+    """Compares paths over copies of finite gradients and of others with torch's op, bit for bit.
 
-    torch's op runs on the CPU where it lacks the dtype on that device.
+    Where torch's op lacks the dtype on that device, elementwise operations take its place. Norms
+    are compared with float64.
     """
-    oracle = device if torch_takes(dtype, device) else torch.device("cpu")
-    gradients = make_gradients(case, dtype, device)
+    device = gradients[0].device
     for finite in (True, False):
         if not finite:
+            gradients = [gradient.clone() for gradient in gradients]
             for tensor in (gradients[len(gradients) // 2], gradients[-1]):
                 tensor.view(-1)[-1] = math.inf
             gradients[-1].view(-1)[0] = math.nan
-        what = f"{case.name} {dtype_name(dtype)}, {'all' if finite else 'not all'} finite"
-        with default_backend(name):
-            _compare(gradients, name, oracle, what)
-
-
-def _compare(gradients: Gradients, name: str, oracle: torch.device, what: str) -> None:
-    """Compares each path, as calls and as launches alone, over fresh copies of `gradients`."""
-    device = gradients[0].device
-    expected = [gradient.to(oracle, copy=True) for gradient in gradients]
-    theirs = Scalars.make(oracle, inverse=1 / 3)
-    torch_calls(theirs).paths[UPDATE](expected, 0)
-    makers = [public_calls]
-    if device_kernels(name, device) is not None:
-        makers.append(launches)
-    for make in makers:
-        for path in PATHS:
-            ours = Scalars.make(device, inverse=1 / 3)
-            calls = make(name, device, ours)
+        theirs = Scalars.make(device, THIRD)
+        expected = _unscaled(gradients, theirs)
+        for path in paths:
+            ours = Scalars.make(device, THIRD)
+            calls = make(ours)
             copies = [gradient.clone() for gradient in gradients]
-            calls.paths[path](calls.prepare(copies), 0)
-            found, wanted = [ours.found_inf, *copies], [theirs.found_inf, *expected]
-            if path == CHECK:
-                wanted = [theirs.found_inf, *gradients]
-            elif path == UPDATE:
-                found += [ours.scales[0], ours.trackers[0]]
-                wanted += [theirs.scales[0], theirs.trackers[0]]
-            label = f"flag, gradients and scale of {path} by {make.__name__} of {name}, {what}"
-            assert_same(found, [tensor.to(device) for tensor in wanted], label)
+            with calls.around():
+                result = calls.paths[path](calls.prepare(copies), 0)
+            where = f"{path} by {calls.provider}, {what}, {'' if finite else 'not '}all finite"
+            wanted = expected if moved_bytes(path, 1) > 1 else gradients
+            # The coefficient of an infinite norm is not looked at: such a step is skipped.
+            compared = len(copies) if finite or path != CLIP else 0
+            assert_same([ours.found_inf], [theirs.found_inf], f"flag of {where}")
+            assert_same(copies[:compared], wanted[:compared], where)
+            if path == UPDATE:
+                found, updated = ([*s.scales, *s.trackers] for s in (ours, theirs))
+                assert_same(found, updated, f"scale and tracker of {where}")
+            elif path == NORM and finite:
+                norm, exact = math.sqrt(result), exact_norm(gradients) * float(ours.inverses[0])
+                if not abs(norm - exact) <= NORM_TOLERANCE * exact:
+                    raise AssertionError(f"the norm is {norm}, not {exact}: {where}")
+            del copies, result  # before the next are made
+
+
+def _unscaled(gradients: Gradients, scalars: Scalars) -> Gradients:
+    """Copies unscaled by torch, with its flag, scale and tracker after an update."""
+    copies = [gradient.clone() for gradient in gradients]
+    if torch_takes(gradients[0].dtype, gradients[0].device):
+        _torch_unscale_(copies, scalars.found_inf, scalars.inverses[0])
+    else:
+        for copy in copies:
+            for piece in copy.view(-1).split(PIECE):
+                piece.copy_(piece.float() * scalars.inverses[0])
+            if not copy.isfinite().all():
+                scalars.found_inf.fill_(1)
+    scale, tracker = scalars.scales[0], scalars.trackers[0]
+    torch._amp_update_scale_(scale, tracker, scalars.found_inf, *FACTORS)
+    return copies
+
+
+def exact_norm(gradients: Sequence[Tensor]) -> float:
+    """2-norm in float64."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms)).item())

@@ -1,28 +1,19 @@
-"""Results of a run: rows, goals with verdicts, and their file."""
+"""Results of a run, and their file."""
 
 from __future__ import annotations
 
 import json
 import os
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # Version of the files.
 FORMAT = 3
-# Subjects and a kind of calls that only earlier files have; their rows are not read.
-DROPPED = ("memory", "ranks")
-DROPPED_CALLS = "by torch's name"
-# Load average of the last minute, per core, beyond which others take the cores from a run.
-BUSY = 1.5
-# Cores that other programs took during the run, as a fraction of all, likewise.
-TAKEN = 0.1
-# Fraction of the limit. Identical contenders differ by up to 2% on a quiet machine.
-CLOSE = 0.05
-MET, NEAR, MISSED = VERDICTS = ("met", "met within spread", "not met")
+# Load average, and cores that other programs took, per core, beyond which times are not trusted.
+BUSY, TAKEN = 1.5, 0.1
 
 
 class Spread(NamedTuple):
@@ -39,78 +30,40 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Name:
-    """Name of a row, the same in files, tables, pictures, comparisons and goals.
+class Row:
+    """A measurement; missing values are None, never an estimate."""
 
-    Attributes:
-        subject: Part of the run.
-        case: Gradients or net; "cold" if as many lists took turns as keep each out of the cache.
-        dtype: Dtype of the gradients, or of autocast.
-        call: Calls that were timed.
-        side: "torch", "ampfast" (on a GPU with its backend), "no scaler" or "a loop".
-    """
-
-    subject: str
-    case: str
-    dtype: str
+    subject: str  # part of the run
+    case: str  # gradients or net; "cold" if so many took turns that none stayed in the cache
+    dtype: str  # of the gradients, or of autocast
     call: str
-    side: str
+    side: str  # "torch", "ampfast" (with its backend, but for a CPU's), "no scaler" or "a loop"
+    ms: Spread | None = None  # device time; on a CPU the wall time of the call
+    # Until the call returns, on a GPU from an empty queue; in a loop the scaler's own time.
+    host_us: Spread | None = None
+    rounds: int | None = None  # in which all sides took turns
+    # How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one
+    # another; "waits", including the call's wait for the device; "loop", one after another as in
+    # training, where the slower of host and device counts.
+    timer: str | None = None
+    replaces: str | None = None  # torch's call to compare with, if it has another name
+    vs_torch: float | None = None  # torch's time over this one's, the median over rounds
+    host_vs_torch: float | None = None  # the same for host time
+    over_none: float | None = None  # time over the same without a scaler, or without tracking
+    list_bytes: int | None = None  # of the gradients
+    bytes: int | None = None  # that the call must move, as in `providers.moved_bytes`
+    copy_gb_s: float | None = None  # of a copy of as many bytes
+    tensors: int | None = None
+    elements: int | None = None
+    ns_each: float | None = None  # nanoseconds per additional tensor or element
+    parts_us: tuple[float, float, float] | None = None  # own time in `scale`, `step`, `update`
+    share: float | None = None  # of the scaler's own time in the iteration
+    missing: str | None = None  # why it has no figures
 
     @property
     def name(self) -> tuple[str, ...]:
+        """Name of the row, the same in files, tables, pictures and comparisons."""
         return self.subject, self.case, self.dtype, self.call, self.side
-
-
-@dataclass(frozen=True)
-class Row(Name):
-    """A measurement; missing values are None, never an estimate.
-
-    Attributes:
-        ms: Device time; on a CPU the wall time of the call.
-        host_us: Time until the call returns, on a GPU from an empty queue. In a training loop the
-            scaler's own time.
-        rounds: Rounds in which all sides took turns.
-        timer: How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued
-            behind one another; "waits", including the call's wait for the device; "loop", one after
-            another as in training, where the slower of host and device counts.
-        replaces: torch's call that this one is compared with, if it has another name.
-        vs_torch: torch's time over this one's, the median over rounds.
-        host_vs_torch: The same for host time.
-        over_none: Time over that of the same training without a scaler, the median over rounds.
-        list_bytes: Size of the gradients.
-        bytes: The least that the call must move, as in `providers.moved_bytes`.
-        copy_gb_s: Bandwidth of a copy that moves as many bytes.
-        launches: Kernels per call on a GPU.
-        copies: Copies and fills of memory per call on a GPU.
-        syncs: Host waits per call on a GPU.
-        tensors: Number of gradients.
-        elements: Their elements in all.
-        ns_each: Nanoseconds per additional tensor or element.
-        parts_us: The scaler's own time in `scale`, `step` and `update`.
-        share: Its fraction of the iteration.
-        missing: Why it has no figures, such as a dtype that this side has no kernel for.
-    """
-
-    ms: Spread | None = None
-    host_us: Spread | None = None
-    rounds: int | None = None
-    timer: str | None = None
-    replaces: str | None = None
-    vs_torch: float | None = None
-    host_vs_torch: float | None = None
-    over_none: float | None = None
-    list_bytes: int | None = None
-    bytes: int | None = None
-    copy_gb_s: float | None = None
-    launches: int | None = None
-    copies: int | None = None
-    syncs: int | None = None
-    tensors: int | None = None
-    elements: int | None = None
-    ns_each: float | None = None
-    parts_us: Spread | tuple[float, float, float] | None = None
-    share: float | None = None
-    missing: str | None = None
 
     @property
     def gb_s(self) -> float | None:
@@ -123,41 +76,9 @@ class Row(Name):
         return 100 * self.gb_s / self.copy_gb_s if self.gb_s and self.copy_gb_s else None
 
 
-@dataclass(frozen=True)
-class Goal(Name):
-    """Limit of a row's ratio to another row.
-
-    With `lenient`, for goals of the form "not slower", it is also met if the better end of the
-    spread reaches the limit and the median is close to it: else a busy machine, whose spread is
-    wide, would meet any goal.
-
-    Attributes:
-        over: Call and side of the other row.
-        ratio: Ratio to it, by rounds.
-        limit: Largest median that meets the goal.
-        lenient: Whether the spread counts.
-    """
-
-    over: str
-    ratio: Spread
-    limit: float
-    lenient: bool = False
-
-    @property
-    def verdict(self) -> str:
-        if self.ratio.p50 <= self.limit:
-            return MET
-        near = self.ratio.p50 - self.limit <= CLOSE * self.limit
-        return NEAR if self.lenient and near and self.ratio.p20 <= self.limit else MISSED
-
-
 @dataclass
 class Results:
-    """All measurements of a run.
-
-    `complete` is false if a part was cut off, failed or did not fit; `notes` give omissions with
-    their reasons. `asked` are the requested parts, `seconds` the duration.
-    """
+    """All measurements of a run."""
 
     machine: dict[str, Any]
     torch: str
@@ -165,11 +86,10 @@ class Results:
     ampfast: str
     commit: str | None
     date: str
-    complete: bool = True
+    complete: bool = True  # false if a part was cut off, failed or did not fit
     seconds: float | None = None
-    asked: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    goals: list[Goal] = field(default_factory=list)
+    asked: dict[str, Any] = field(default_factory=dict)  # requested parts
+    notes: list[str] = field(default_factory=list)  # omissions with their reasons
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -177,9 +97,7 @@ class Results:
         """Machine of the measurement, on one line."""
         of = self.machine
         place = f"{of.get('cpu')} ({of.get('cores')} cores, threads: {of.get('threads')})"
-        if of.get("gpu"):
-            place = f"{of['gpu']} (driver {of.get('driver') or 'unknown'}), {place}"
-        return place
+        return f"{of['gpu']} (driver {of.get('driver')}), {place}" if of.get("gpu") else place
 
     @property
     def versions(self) -> str:
@@ -193,73 +111,45 @@ class Results:
     @property
     def caveats(self) -> list[str]:
         """Sentences on what limits these figures."""
-        load = self.machine.get("load") or 0.0
-        is_busy = load > BUSY * (self.machine.get("cores") or 1)
-        taken = (self.machine.get("cores_of_others") or 0.0) > TAKEN * (
-            self.machine.get("cores") or 1
-        )
+        load, cores = self.machine.get("load") or 0.0, self.machine.get("cores") or 1
+        taken = (self.machine.get("cores_of_others") or 0.0) > TAKEN * cores
         failed = sum(note.startswith("FAILED") for note in self.notes)
         return [
             *([] if self.complete else ["The run was not complete; its notes say why."]),
             *([f"{failed} of its parts failed."] if failed else []),
-            *([f"The load average was {load:.1f} when it began."] if is_busy else []),
+            *([f"The load average was {load:.1f} when it began."] if load > BUSY * cores else []),
             *([f"{self.during} The machine was BUSY: do not trust the times."] if taken else []),
         ]
 
     @property
     def during(self) -> str:
         """Sentence on what other programs took during the run; empty where it is not known."""
-        others = self.machine.get("cores_of_others")
-        cores = self.machine.get("cores") or 1
+        others, cores = self.machine.get("cores_of_others"), self.machine.get("cores") or 1
         return "" if others is None else f"Other programs took {others:.2f} of {cores} cores."
 
     def write(self, path: Path) -> None:
         """Writes the file atomically, a line for each row."""
         parts = [f'"format":{FORMAT}']
-        for key in (each.name for each in fields(self)):
-            value = getattr(self, key)
-            if key in ("goals", "rows"):
-                items = (json.dumps(_small(item), separators=(",", ":")) for item in value)
-                parts.append(f'"{key}":[\n' + ",\n".join(items) + "\n]")
-            else:
-                parts.append(f'"{key}":{json.dumps(value)}')
+        for key in (each.name for each in fields(self) if each.name != "rows"):
+            parts.append(f'"{key}":{json.dumps(getattr(self, key))}')
+        rows = (json.dumps(_small(row), separators=(",", ":")) for row in self.rows)
+        parts.append('"rows":[\n' + ",\n".join(rows) + "\n]")
         write_whole(path, "{" + ",\n".join(parts) + "}\n")
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Reads a file of `write`; ValueError if it is no result, or of another version."""
+        """Reads a file of `write`, without what only earlier versions wrote; or ValueError."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is damaged or cut off: it is not JSON ({error})") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a result of `python -m benchmarks`") from error
-        if not isinstance(content, dict) or "rows" not in content:
-            raise ValueError(f"{path} is not a result of `python -m benchmarks`: it has no rows")
-        if (version := content.pop("format", 1)) != FORMAT:
-            raise ValueError(
-                f"{path} is of version {version}, not {FORMAT}: `make bench` makes a new one"
-            )
-        try:
-            _check(cls, content)
-            for key in ("load", "cores", "cores_of_others"):
-                if not _is_figure(content["machine"].get(key) or 0):
-                    raise ValueError(f"machine.{key} is {content['machine'][key]!r}")
-            for key, kind in (("rows", Row), ("goals", Goal)):
-                content[key] = [_made(kind, each) for each in content[key] if not _is_gone(each)]
-            return cls(**content)
-        except (KeyError, TypeError, ValueError) as error:
-            missing = "it has no " if isinstance(error, KeyError) else ""
-            raise ValueError(
-                f"{path} is not a result of `python -m benchmarks`: {missing}{error}"
-            ) from error
+            if (version := content.get("format")) != FORMAT:
+                raise ValueError(f"its format is {version}, not {FORMAT}")
+            content["rows"] = [_made(Row, each) for each in content["rows"]]
+            return _made(cls, content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no result of `python -m benchmarks`: {error}") from error
 
 
-def _is_gone(row: dict[str, Any]) -> bool:
-    return row.get("subject") in DROPPED or DROPPED_CALLS in str(row.get("call"))
-
-
-def _small(item: Name) -> dict[str, Any]:
+def _small(row: Row) -> dict[str, Any]:
     """Fields that have values, with five digits."""
 
     def rounded(value: Any) -> Any:
@@ -267,51 +157,18 @@ def _small(item: Name) -> dict[str, Any]:
             return [rounded(each) for each in value]
         return float(f"{value:.5g}") if isinstance(value, float) else value
 
-    return {key: rounded(value) for key, value in asdict(item).items() if value is not None}
+    return {key: rounded(value) for key, value in asdict(row).items() if value is not None}
 
 
 def _made(kind: type[Any], content: dict[str, Any]) -> Any:
-    """Row or goal of a file."""
-    _check(kind, content)
-    return kind(**{k: Spread(*v) if isinstance(v, list) else v for k, v in content.items()})
-
-
-def _check(kind: type[Any], content: dict[str, Any]) -> None:
-    """Raises ValueError for a value that is not of its field's type, as later uses would fail."""
-    for each in fields(kind):
-        value = content.get(each.name)
-        named = each.name in content
-        if named and not any(FITS[name](value) for name in str(each.type).split(" | ")):
-            raise ValueError(f"{each.name} is {value!r}")
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
-
-
-def _are_three(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(map(_is_figure, value))
-
-
-def _are_all(kind: type[Any]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(isinstance(v, kind) for v in value)
-
-
-# By annotation, whether a value of a file is of that type.
-FITS: dict[str, Callable[[Any], bool]] = {
-    "None": lambda value: value is None,
-    "str": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "int": _is_figure,
-    "float": _is_figure,
-    # Others are divided by the median.
-    "Spread": lambda value: _are_three(value) and value[1] > 0,
-    "tuple[float, float, float]": _are_three,
-    "dict[str, Any]": lambda value: isinstance(value, dict),
-    "list[str]": _are_all(str),
-    "list[Goal]": _are_all(dict),
-    "list[Row]": _are_all(dict),
-}
+    """Row or results of a file."""
+    known = {each.name: content[each.name] for each in fields(kind) if each.name in content}
+    for key in ("ms", "host_us"):
+        if key in known:
+            known[key] = Spread(*known[key])
+    if "parts_us" in known:
+        known["parts_us"] = tuple(known["parts_us"])
+    return kind(**known)
 
 
 def write_whole(path: Path, text: str) -> None:

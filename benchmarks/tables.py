@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .real_loops import ADAMW, SCHEDULED, WITHOUT_SCHEDULE
-from .results import VERDICTS, Goal, Results, Row, Spread
-from .steps import UNSCALE
+from .results import Results, Row, Spread
 
 NOT_MEASURED = "not measured"
 NO_SCALER = "no scaler"
@@ -29,14 +27,14 @@ SUBJECTS = {
         "Time until a call returns, with parameters of four elements, so that overhead alone "
         "remains.",
     ),
+    "aten": (
+        "Steps with torch's ops as the backend",
+        "As on devices without kernels. Host time of warm calls, with parameters of four elements.",
+    ),
     "clip": (
         "Unscaling and clipping by the norm",
         "torch's unscale_ and clip_grad_norm_ against one call; in_place=False leaves the "
         "gradients to the optimizer.",
-    ),
-    "mlp": (
-        "A perceptron in mixed precision",
-        "Whole training steps, also in float32 without autocast.",
     ),
     "training": (
         "Training steps of whole nets",
@@ -60,7 +58,7 @@ SUBJECTS = {
     ),
     "tracking": (
         "Cost of tracking each parameter",
-        "Over none is relative to the same pass without tracking.",
+        "Over none is relative to the same without tracking.",
     ),
     "masters": (
         "Steps with float32 master weights",
@@ -85,37 +83,22 @@ class Table:
     title: str
     how: str
     header: tuple[str, ...]
-    lines: list[tuple[str, ...]]
+    lines: Sequence[tuple[str, ...]]
     names: int
 
     def markdown(self) -> str:
         rule = ["---"] * self.names + ["--:"] * (len(self.header) - self.names)
         return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.lines))
 
-    @property
-    def example(self) -> str:
-        """Sentence that reads a row aloud: the first one with the most figures; or nothing."""
-        if not self.lines:
-            return ""
-        line = min(self.lines, key=lambda line: line.count("-"))
-        cells = dict(zip(reversed(self.header), reversed(line), strict=True))
-        row = ", ".join(line[: self.names])
-        if "at most" in cells:
-            told = f"was to take at most {cells['at most']} times as long as {cells['over']}"
-            return f"For example, {', '.join(line[1:6])}: it {told}, and took {cells['measured']}."
-        units = [unit for unit in ("us", "ms") if cells.get(f"ampfast, {unit}", "-") != "-"]
-        sides = (*OTHERS, "ampfast")
-        found = [
-            f"{side} {cells[head]} {unit}"
-            for unit in units[:1]
-            for side in sides
-            if cells.get(head := f"{side}, {unit}", "-") != "-"
+    def text(self) -> str:
+        """The table in columns, for a terminal."""
+        columns = list(zip(self.header, *self.lines, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        aligned = [
+            [cell.ljust(width) if index < self.names else cell.rjust(width) for cell in column]
+            for index, (column, width) in enumerate(zip(columns, widths, strict=True))
         ]
-        if (ratio := cells.get("faster", "-")) != "-":
-            found.append(f"so ampfast is {ratio if 'slower' in ratio else f'{ratio} faster'}")
-        elif (over := cells.get("ampfast, over none", "-")) != "-":
-            found.append(f"that is {over} of the time without")
-        return f"For example, {row}: {', '.join(found)}." if found else ""
+        return "\n".join([f"\n{self.title}", *map("  ".join, zip(*aligned, strict=True))])
 
 
 def number(value: float | None) -> str:
@@ -147,6 +130,11 @@ def _median(spread: Spread | None) -> str:
     return number(spread and spread.p50)
 
 
+def _relative(spread: Spread | None) -> str:
+    """Half of the distance of the quantiles."""
+    return f"±{50 * (spread.p80 - spread.p20) / spread.p50:.0f}%" if spread else "-"
+
+
 Cell = Callable[[Row], str]
 # Columns of each side that has them, each followed by the ratio of both, if there is one.
 PAIRS: tuple[tuple[str, Cell, Cell | None], ...] = (
@@ -159,8 +147,6 @@ PAIRS: tuple[tuple[str, Cell, Cell | None], ...] = (
     ("ns each", lambda r: number(r.ns_each), lambda r: times(r.ns_each and r.vs_torch)),
     ("over none", lambda row: "-" if row.over_none is None else f"{row.over_none:.3f}", None),
     ("% of a step", lambda row: percent(row.share and 100 * row.share), None),
-    ("kernels", lambda row: number(row.launches), None),
-    ("syncs", lambda row: number(row.syncs), None),
     (
         "scale + step + update",
         lambda row: " + ".join(map(number, row.parts_us)) if row.parts_us else "-",
@@ -189,15 +175,9 @@ def line(row: Row) -> str:
     return f"{', '.join(row.name)}: {', '.join(filter(None, figures))}"
 
 
-def _relative(spread: Spread | None) -> str:
-    """Half of the distance of the quantiles."""
-    return f"±{50 * (spread.p80 - spread.p20) / spread.p50:.0f}%" if spread else "-"
-
-
 def of(results: Results) -> list[Table]:
     """One table for each subject that has rows."""
-    order = dict.fromkeys((*SUBJECTS, *(row.subject for row in results.rows)))
-    rows = {subject: [r for r in results.rows if r.subject == subject] for subject in order}
+    rows = {subject: [r for r in results.rows if r.subject == subject] for subject in SUBJECTS}
     return [of_subject(subject, found) for subject, found in rows.items() if found]
 
 
@@ -231,23 +211,9 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
             column("faster", -1, read_ratio)
     for head, read in SINGLES:
         column(head, 0, read)
-    title, how = SUBJECTS.get(subject, (subject, ""))
+    title, how = SUBJECTS[subject]
     header, *body = zip(*columns, strict=True)
     return Table(subject, title, how, header, body, len(names))
-
-
-def of_goals(goals: Sequence[Goal]) -> Table:
-    """Goals and measurements, those that were not met first."""
-    lines = [
-        (
-            *(goal.verdict, *goal.name, goal.over, f"{goal.limit:.3g}"),
-            *(f"{goal.ratio.p50:.3g}", f"{goal.ratio.p20:.3g} to {goal.ratio.p80:.3g}"),
-        )
-        for goal in sorted(goals, key=lambda goal: -VERDICTS.index(goal.verdict))
-    ]
-    names = ("verdict", "subject", "case", "dtype", "call", "side", "over")
-    how = "Time of a call over that of another one, the median over the rounds, and its limit."
-    return Table("goals", "Goals", how, (*names, "at most", "measured", "p20 to p80"), lines, 7)
 
 
 def score(results: Results) -> str:
@@ -262,48 +228,11 @@ def score(results: Results) -> str:
     )
 
 
-def sentences(results: Results) -> list[str]:
-    """Real loops, host time and throughput: both sides and their ratio."""
-    loops = usual_loops(results.rows)
-    told = (
-        (
-            "loops",
-            loops[0].call if loops else ADAMW,
-            "Scaler's own time in a real training loop",
-            "us",
-        ),
-        ("host", UNSCALE, "Host time of warm calls", "us"),
-        ("kernels", "unscale", "Throughput", "GB/s"),
-    )
-    rows = [*loops, *(row for row in results.rows if row.subject != "loops")]
-    return [
-        f"{what}: {_compared(rows, subject, call, unit)}." for subject, call, what, unit in told
-    ]
-
-
-def _compared(rows: Iterable[Row], subject: str, call: str, unit: str) -> str:
-    both = [pair for pair in pairs(rows, subject) if pair[1].vs_torch]
-    if not (of_call := [pair for pair in both if pair[1].call == call]):
-        return NOT_MEASURED
-    # Of lists the largest, which has the least to gain; else the first.
-    theirs, ours = max(of_call, key=lambda pair: pair[1].bytes or 0)
-    figures = [
-        number(row.gb_s) if unit == "GB/s" else _median(row.host_us) for row in (theirs, ours)
-    ]
-    parameters = f", {ours.tensors:,} parameters" if ours.tensors else ""
-    ratios = [row.vs_torch for _, row in both if row.vs_torch]
-    return (
-        f"{figures[0]} {unit} with torch, {figures[1]} {unit} with {ours.side}, "
-        f"{faster(ours.vs_torch or 1.0)} ({ours.case}{parameters}, {ours.dtype}, {ours.call}); "
-        f"over all {len(ratios)} rows {times(min(ratios))} to {times(max(ratios))}"
-    )
-
-
 def usual_loops(rows: Iterable[Row]) -> list[Row]:
     """Rows of real loops with a schedule, of an earlier file those without."""
     loops = [row for row in rows if row.subject == "loops"]
-    scheduled = [row for row in loops if row.call in SCHEDULED]
-    return scheduled or [row for row in loops if row.call in WITHOUT_SCHEDULE]
+    scheduled = [row for row in loops if row.call.endswith(", schedule")]
+    return scheduled or [row for row in loops if "," not in row.call]
 
 
 def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
@@ -318,33 +247,25 @@ def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
 
 
 def gain_of_a_step(results: Results) -> str:
-    """Sentence on what whole training steps gain, from those without tricks of our own."""
+    """Sentences on what whole steps gain, by the import alone and clipped by the scaler."""
     both = pairs(results.rows, "training")
     gains = sorted(1 - 1 / row.vs_torch for _, row in both if row.vs_torch)
     if not gains:
         return f"What a whole training step gains: {NOT_MEASURED}."
     nets = "; ".join(dict.fromkeys(row.case for _, row in both))
-    return (
+    told = (
         f"On the nets measured ({nets}), the import alone makes a whole training step "
         f"{_shorter(median(gains))} than with torch's scaler: the median of {len(gains)} kinds of "
         f"step, between {_shorter(gains[0])} and {_shorter(gains[-1])}."
-        f"{_clipped_by_the_scaler(results)}"
     )
-
-
-def _clipped_by_the_scaler(results: Results) -> str:
-    over = sorted(
-        row.over_none
-        for row in results.rows
-        if row.subject == "training" and row.replaces and row.over_none
-    )
-    if not over:
-        return ""
-    return (
-        " A whole step that ampfast's scaler scales, checks and clips takes "
-        f"{over[0]:.2f} to {over[-1]:.2f} of the time of the same step that torch clips without "
-        f"any scaler (median {median(over):.2f})."
-    )
+    rows = [row for row in results.rows if row.subject == "training" and row.replaces]
+    if over := sorted(row.over_none for row in rows if row.over_none):
+        told += (
+            " A whole step that ampfast's scaler scales, checks and clips takes "
+            f"{over[0]:.2f} to {over[-1]:.2f} of the time of the same step that torch clips "
+            f"without any scaler (median {median(over):.2f})."
+        )
+    return told
 
 
 def _shorter(gain: float) -> str:

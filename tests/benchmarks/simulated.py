@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import torch
-from support.reference_launcher import chunks_of
+from support.reference_launcher import ReferenceLauncher
 
-from ampfast.backends import cpu
-from ampfast.backends.core import Factor
 from ampfast.backends.gpu import DeviceKernels
-from benchmarks import device_time
+from benchmarks import timing
 from benchmarks.cases import GradCase
-from benchmarks.harness import Effort, Setting
+from benchmarks.timing import Effort, Setting
 
 CPU = torch.device("cpu")
 BRIEF = Effort(quick=True, comparison_s=0.01, sample_s=0.0001)
@@ -21,7 +19,7 @@ def on(queue=None):
     return Setting(CPU, BRIEF, queue)
 
 
-class HostQueue(device_time.HostQueue):
+class HostQueue(timing.HostQueue):
     """The same, which records its calls."""
 
     def __init__(self) -> None:
@@ -42,38 +40,39 @@ class HostQueue(device_time.HostQueue):
         return super().capture(body)
 
 
-class TableLauncher:
-    """Launcher that reads tables and calls torch's ops."""
+class NoGraphs(HostQueue):
+    def capture(self, body):
+        raise RuntimeError("operation not permitted")
 
-    def is_capturing(self) -> bool:
-        return False
+
+class Launcher(ReferenceLauncher):
+    """Launches by torch's ops, and wrong in one way."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.wrong = wrong
 
     def multi_tensor(self, work, table, segment, is_last) -> None:
-        tensors = [chunk for _, chunk in chunks_of(table.words, segment)]
-        if work.how is Factor.NONE:
-            inverse = torch.ones(())
-        elif work.how is Factor.TIMES_RECIPROCAL:
-            inverse = work.factor.double().reciprocal().float()
-        else:
-            inverse = work.factor
-        targets = tensors if work.write else [tensor.clone() for tensor in tensors]
-        if work.sums is not None:
-            wide = [tensor.double() * inverse for tensor in tensors]
-            work.sums[0] = sum(tensor.square().sum() for tensor in wide)
-        torch._amp_foreach_non_finite_check_and_unscale_(targets, work.found_inf, inverse)
-        if work.coefficient is not None:
-            torch._foreach_mul_(targets, work.coefficient.to(targets[0].dtype))
-        if work.ending is not None:
-            scale, growth_tracker, _, *factors = work.ending.update[:6]
-            torch._amp_update_scale_(scale, growth_tracker, work.found_inf, *factors)
+        if self.wrong == "writes nothing" and work.write:
+            return
+        if self.wrong == "value" and work.write:
+            work = work._replace(factor=torch.nextafter(work.factor, 2 * work.factor))
+        super().multi_tensor(work, table, segment, is_last)
+        if self.wrong == "finds":
+            work.found_inf.fill_(1)
+        if self.wrong == "finds nothing":
+            work.found_inf.fill_(0)
+        if self.wrong == "norm" and work.sums is not None:
+            work.sums[0] *= 1 + 1e-5
+        if self.wrong == "no update" and work.ending is not None:
+            work.ending.update.growth_tracker.zero_()
 
     def clip_coefficient(self, clip) -> None:
-        cpu.clip(clip)
+        super().clip_coefficient(clip)
+        if self.wrong == "coefficient":
+            clip.coefficient.mul_(0.5)
 
-    def update_scale(self, update) -> None:
-        raise NotImplementedError("no path that is measured launches this alone")
 
-
-def kernels_over_tables(name: str, device: torch.device) -> DeviceKernels:
+def kernels_over_tables(wrong: str = ""):
     """Stand-in for `providers.device_kernels`."""
-    return DeviceKernels(TableLauncher())
+    return lambda name, device: DeviceKernels(Launcher(wrong))

@@ -1,43 +1,43 @@
-"""Timers: fair turns, parity first, device time apart from host time, and counts per call."""
+"""Timers: fair turns, medians of ratios, device time apart from host time, and equal bits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from simulated import HostQueue
 
-from benchmarks import counts, device_time, harness
-from benchmarks.counts import Counts, Event
-from benchmarks.device_time import EventTimer, GraphTimer
-from benchmarks.harness import Contender, Effort
+from benchmarks import timing
+from benchmarks.cases import GradCase
 from benchmarks.results import Spread
+from benchmarks.timing import Contender, Effort, EventTimer, GraphTimer, Timed
 
 
-def test_contenders_take_turns_and_every_sample_is_a_whole_number_of_cycles():
-    turns = []
-
-    def timer(contender, calls):
-        turns.append((contender.provider, len(calls)))
-        return {"a": 2.0, "b": 1.0}[contender.provider]
-
-    contenders = [Contender("path", provider, lambda call: None) for provider in "ab"]
-    effort = Effort(quick=True, comparison_s=0.0, sample_s=30.0)
-    samples = harness.interleave(contenders, effort, cycle=4, timer=timer)
-
-    # After a warm-up, one trial per contender sets the number of cycles per sample.
-    assert turns[:4] == [("a", 4), ("a", 4), ("b", 4), ("b", 4)]
-    forwards = [("a", 16), ("b", 32)]
-    assert turns[4:] == effort.rounds // 2 * (forwards + forwards[::-1])
-    assert samples.spread(("path", "a")) == Spread(2.0, 2.0, 2.0)
-    assert samples.ratio(("path", "b"), ("path", "a")) == Spread(0.5, 0.5, 0.5)
-    assert ("path", "a") in samples
-    assert ("path", "c") not in samples
+@pytest.fixture
+def clock(monkeypatch):
+    """Time of all timers; `clock[0] += seconds` advances it."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return now
 
 
-def test_the_context_of_a_contender_is_entered_for_its_samples_alone(monkeypatch):
-    inside = []
+def taking(clock, seconds_of: Callable[[int], float], **more) -> Contender:
+    """Contender whose calls take seconds of a clock, and whose numbers it keeps."""
+    calls = []
+
+    def call(number: int) -> None:
+        calls.append(number)
+        clock[0] += seconds_of(number)
+
+    contender = Contender("p", "a", call, **more)
+    object.__setattr__(contender, "calls", calls)
+    return contender
+
+
+def test_contenders_take_turns_in_their_context_and_samples_are_whole_cycles():
+    turns, inside = [], []
 
     class Around:
         def __enter__(self):
@@ -46,228 +46,118 @@ def test_the_context_of_a_contender_is_entered_for_its_samples_alone(monkeypatch
         def __exit__(self, *error):
             inside.pop()
 
-    seen = {"a": [], "b": []}
+    def timer(contender, calls):
+        turns.append((contender.provider, len(calls), bool(inside)))
+        return {"a": 2.0, "b": 1.0}[contender.provider]
+
     contenders = [
-        Contender("p", "a", lambda call: seen["a"].append(bool(inside)), around=Around),
-        Contender("p", "b", lambda call: seen["b"].append(bool(inside))),
+        Contender("p", "a", lambda call: None, around=Around),
+        Contender("p", "b", lambda call: None),
     ]
-    harness.interleave(contenders, Effort(quick=True, comparison_s=0.0, sample_s=0.0))
-    assert set(seen["a"]) == {True}
-    assert set(seen["b"]) == {False}
+    effort = Effort(quick=True, comparison_s=0.0, sample_s=30.0)
+    samples = timing.interleave(contenders, effort, cycle=4, timer=timer)
+    # After a warm-up, one trial per contender sets the number of cycles per sample.
+    assert turns[:4] == [("a", 4, True), ("a", 4, True), ("b", 4, False), ("b", 4, False)]
+    forwards = [("a", 16, True), ("b", 32, False)]
+    assert turns[4:] == effort.rounds // 2 * (forwards + forwards[::-1])
+    assert samples == {("p", "a"): 6 * [2.0], ("p", "b"): 6 * [1.0]}
 
 
-def test_ratios_are_taken_within_a_round():
-    samples = harness.Samples({("p", "a"): [1.0, 10.0, 100.0], ("p", "b"): [2.0, 20.0, 200.0]})
-    assert samples.ratio(("p", "b"), ("p", "a")) == Spread(2.0, 2.0, 2.0)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time of all timers; `clock[0] += seconds` advances it."""
-    now = [0.0]
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
-    return now
-
-
-def _taking(clock, seconds_of):
-    def call(number):
-        clock[0] += seconds_of(number)
-
-    return call
+def test_rows_have_medians_and_the_median_of_torchs_time_over_ours_by_round():
+    samples = {("new", "cpu"): [1.0, 10.0, 100.0], ("old", "torch"): [2.0, 30.0, 400.0]}
+    contenders = [Contender(*key, lambda number: None) for key in samples]
+    case = GradCase("list", ((4,), (6,)))
+    about = ("kernels", case, torch.float16, contenders, samples)
+    timed = Timed(*about, lists=2, replaces={"new": "old"}, host=samples)
+    ours, theirs = timed.rows()
+    assert ours.name == ("kernels", "list, cold", "float16", "new", "ampfast")
+    assert ours.ms == (4600.0, 10_000.0, 64_000.0) == tuple(1e-3 * us for us in ours.host_us)
+    assert (ours.vs_torch, ours.host_vs_torch, ours.replaces) == (3.0, 3.0, "old")
+    assert (ours.rounds, ours.list_bytes, ours.timer) == (3, 20, "wall")
+    assert (theirs.side, theirs.vs_torch, theirs.ms.p50) == ("torch", None, 30_000.0)
+    assert timing.ratio(samples, ("new", "cpu"), ("old", "torch")) == pytest.approx(1 / 3)
+    assert Spread.of([float(value) for value in range(11)]) == Spread(2.0, 5.0, 8.0)
 
 
 def test_the_first_call_of_a_sample_is_not_timed(clock):
-    contender = Contender("p", "a", _taking(clock, lambda number: 9 if number == 0 else 1))
-    assert harness.time_on_host(contender, range(4)) == 1.0
+    contender = taking(clock, lambda number: 9 if number == 0 else 1)
+    assert timing.time_on_host(contender, range(4)) == 1.0
 
 
 def test_host_time_starts_from_an_empty_queue(clock):
     queue = HostQueue()
-    asked = queue.asked
-    seen = []
-    contender = Contender(
-        "p",
-        "a",
-        lambda number: (seen.append(asked.pop()), _taking(clock, lambda n: 2 + n)(number)),
-    )
-    assert device_time.host_timer(queue)(contender, range(2)) == 2.5
-    assert seen == ["synchronize", "synchronize"]
+    contender = taking(clock, lambda number: 2 + number if queue.asked.pop() else 0)
+    assert timing.host_timer(queue)(contender, range(2)) == 2.5
+    assert queue.asked == ["synchronize"]
 
 
 def test_a_graph_holds_one_cycle_and_its_first_replay_is_not_timed(clock):
-    queue = HostQueue()
-    replays = [0]
+    queue, replays = HostQueue(), [0]
 
-    def call(number):
-        # The fourth call ends the cycle; the second replay is the first timed one.
+    def seconds(number):
         replays[0] += number == 3
-        clock[0] += 100 if replays[0] < 2 else 1
+        # The third call of the graph's second replay, the first timed one, is the slow one.
+        return 9 if (number, replays[0]) == (2, 2) else 1
 
-    contender = Contender("p", "a", call)
-    timer = GraphTimer(queue, [contender], cycle=4)
+    timer = GraphTimer(queue, [contender := taking(clock, seconds)], cycle=4)
     assert queue.asked == ["capture"]
-    replays[0] = 0
-    clock[0] = 0.0
-    seconds = timer(contender, range(8))
-    # The first of two replays ends the untimed calls.
-    assert seconds == pytest.approx((3 * 100 + 1 + 4) / 8)
-    assert replays[0] == 3
+    assert timer(contender, range(8)) == (8 + 8) / 8
+    assert replays[0] == 4, "one when it was captured, one untimed"
 
 
-def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock):
+@pytest.mark.parametrize(("cycle", "parts"), [(1, [8, 4]), (3, [6, 6]), (12, [12])])
+def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock, cycle, parts):
     queue = HostQueue()
-    contender = Contender("p", "a", _taking(clock, lambda number: 1 + number))
-    # At 300 launches a call, two calls fit into the queue.
-    timer = EventTimer(queue, {("p", "a"): Counts(300, 0, 0)})
-    assert timer(contender, range(5)) == 3.0
+    contender = taking(clock, lambda number: 1 + number)
+    assert EventTimer(queue, cycle)(contender, range(12)) == 6.5
     part = ["hold 200 us", "stamp", "stamp", "synchronize"]
-    assert queue.asked == ["synchronize", *part, *part, *part]
+    assert queue.asked == ["synchronize", *len(parts) * part]
 
 
-def test_repeated_samples_are_whole_cycles():
-    parts = []
-    timer = EventTimer(HostQueue(), {("p", "a"): Counts(300, 0, 0)}, cycle=4)
-    timer._held = lambda contender, calls: parts.append(calls) or 1.0
-    timer(Contender("p", "a", lambda number: None), range(12))
-    assert parts == [range(4), range(4, 8), range(8, 12)]
-
-
-def test_the_device_is_held_longer_if_it_got_ahead_of_the_host(clock):
+@pytest.mark.parametrize(
+    ("enough", "holds"), [(700e-6, [200, 400, 800, 800]), (math.inf, [200 << n for n in range(11)])]
+)
+def test_the_device_is_held_longer_if_it_got_ahead_of_the_host(enough, holds):
     class Late(HostQueue):
-        held = 0.0
-
-        def hold(self, seconds):
-            super().hold(seconds)
-            self.held = seconds
-
         def passed(self, stamp):
-            return self.held < 700e-6
+            held = [asked for asked in self.asked if asked.startswith("hold")]
+            return float(held[-1].split()[1]) < enough * 1e6
 
-    queue = Late()
-    calls = []
-    contender = Contender("p", "a", lambda number: calls.append(number))
-    timer = EventTimer(queue, {})
-    timer(contender, range(2))
-    timer(contender, range(2))
-    holds = [asked for asked in queue.asked if asked.startswith("hold")]
-    assert holds == ["hold 200 us", "hold 400 us", "hold 800 us", "hold 800 us"]
-    assert calls == 4 * [0, 1]
-
-
-def test_a_host_that_never_gets_ahead_is_waited_for_only_so_long():
-    class Never(HostQueue):
-        def passed(self, stamp):
-            return True
-
-    queue = Never()
-    EventTimer(queue, {})(Contender("p", "a", lambda number: None), range(2))
-    holds = [asked for asked in queue.asked if asked.startswith("hold")]
-    assert len(holds) == 1 + math.ceil(
-        math.log2(device_time.LONGEST_HOLD_S / device_time.FIRST_HOLD_S)
-    )
+    queue, contender = Late(), taking([0.0], lambda number: 0.0)
+    timer = EventTimer(queue, 2)
+    for _ in range(2 if enough < 1 else 1):
+        timer(contender, range(2))
+    found = [asked for asked in queue.asked if asked.startswith("hold")]
+    assert found == [f"hold {us} us" for us in holds]
+    assert contender.calls == len(holds) * [0, 1]
 
 
 def test_calls_that_wait_are_timed_without_a_hold_and_without_the_first(clock):
     queue = HostQueue()
-    calls = []
-    taking = _taking(clock, lambda number: 100 if number == 0 else 2)
-    contender = Contender("p", "a", lambda n: (calls.append(n), taking(n)), waits=True)
-    assert EventTimer(queue, {})(contender, range(4)) == 2.0
-    assert calls == [0, 1, 2, 3]
+    contender = taking(clock, lambda number: 100 if number == 0 else 2, waits=True)
+    assert EventTimer(queue, 1)(contender, range(4)) == 2.0
     assert queue.asked == ["synchronize", "stamp", "stamp", "synchronize"]
 
 
+NAN = torch.tensor([1.0, math.nan])
+
+
 @pytest.mark.parametrize(
-    ("launches", "calls"), [(None, device_time.USUAL_STRETCH), (0, 800), (98, 8), (5000, 1)]
+    ("ours", "theirs", "told"),
+    [
+        (NAN, torch.tensor([1.0, -math.nan]), None),
+        (NAN, torch.tensor([1.0, 3.0]), "tensor 0: nan, not 3.0"),
+        (torch.ones(1), torch.nextafter(torch.ones(1), torch.full((1,), 2.0)), "not 1.00000011"),
+        (torch.zeros(1), torch.tensor([-0.0]), "0.0, not -0.0"),
+        (torch.ones(6), torch.ones(2, 3), r"\(6,\) and not torch.float32 \(2, 3\)"),
+        (torch.ones(2), torch.ones(2).half(), "float32 .* not torch.float16"),
+    ],
 )
-def test_no_more_is_queued_than_the_queue_takes(launches, calls):
-    assert device_time.stretch(launches) == calls
-
-
-def _events(*events):
-    return [Event(name, start, end, on_device) for name, start, end, on_device in events]
-
-
-def test_counts_are_taken_inside_a_mark_without_its_final_wait():
-    mark = counts.MARK
-    events = _events(
-        ("cudaDeviceSynchronize", 0, 5, False),
-        ("before", 1, 2, True),
-        (f"{mark}0", 10, 100, False),
-        (f"{mark}0", 12, 90, True),
-        ("aten::_amp_foreach_non_finite_check_and_unscale_", 11, 40, False),
-        ("cudaLaunchKernel", 12, 13, False),
-        ("void multi_tensor_apply_kernel<...>", 15, 30, True),
-        ("Memcpy HtoD (Pinned -> Device)", 31, 32, True),
-        ("Memset (Device)", 33, 34, True),
-        ("cudaStreamSynchronize", 40, 50, False),
-        ("cudaMemcpyAsync", 35, 36, False),
-        ("cudaDeviceSynchronize", 60, 99, False),
-        (f"{mark}1", 110, 200, False),
-        ("multi_tensor", 120, 130, True),
-        ("update_scale", 131, 132, True),
-        ("cudaDeviceSynchronize", 140, 199, False),
-        ("cudaDeviceSynchronize", 210, 220, False),
-    )
-    assert counts.of_events(events) == {0: Counts(1, 2, 1), 1: Counts(2, 0, 0)}
-
-
-def test_of_two_calls_the_usual_one_counts():
-    events = _events(
-        (f"{counts.MARK}0", 0, 10, False),
-        ("kernel", 1, 2, True),
-        ("Memcpy HtoD", 3, 4, True),
-        (f"{counts.MARK}0", 20, 30, False),
-        ("kernel", 21, 22, True),
-    )
-    assert counts.of_events(events) == {0: Counts(1, 0, 0)}
-
-
-def test_nothing_is_counted_where_no_device_was_seen():
-    assert counts.of_events(_events((f"{counts.MARK}0", 0, 10, False))) == {}
-
-
-def test_every_contender_is_called_twice_under_the_profiler_after_a_warm_up():
-    calls = []
-    queue = HostQueue()
-    contenders = [Contender("p", name, lambda call, name=name: calls.append(name)) for name in "ab"]
-    found = counts.of_contenders(contenders, queue)
-    assert calls == 2 * ["a", "a", "b", "b"]
-    # One wait after the warm-up, one after each of the four calls.
-    assert queue.asked == 5 * ["synchronize"]
-    assert found == {("p", "a"): None, ("p", "b"): None}
-
-
-def test_the_profiler_hands_over_marks_with_their_times():
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        torch.profiler.profile(activities=activities) as profile,
-        torch.profiler.record_function(f"{counts.MARK}7"),
-    ):
-        torch.ones(3).add_(1)
-    events = counts.events_of(profile)
-    (mark,) = [event for event in events if event.name.startswith(counts.MARK)]
-    assert not mark.on_device
-    assert any(event.name == "aten::add_" for event in events)
-    (add,) = [event for event in events if event.name == "aten::add_"]
-    assert mark.start <= add.start <= add.end <= mark.end
-
-
-def test_equality_takes_nan_for_nan_and_nothing_else():
-    same = [torch.tensor([1.0, math.nan]), torch.tensor(math.inf)]
-    harness.assert_same(same, [tensor.clone() for tensor in same], "same")
-    with pytest.raises(AssertionError, match="bits, tensor 1"):
-        harness.assert_same(same, [same[0], torch.tensor(3.0)], "bits")
-    close = torch.tensor([1.0])
-    with pytest.raises(AssertionError):
-        harness.assert_same([close], [torch.nextafter(close, 2 * close)], "one ulp")
-    for ours, theirs, message in (
-        (torch.ones(6), torch.ones(2, 3), r"the shape is torch.Size\(\[6\]\), not"),
-        (torch.full((6,), math.nan), torch.full((3, 2), math.nan), "the shape is"),
-        (torch.ones(2), torch.ones(2).half(), "the dtype is torch.float32, not torch.float16"),
-        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), "tensor 0: 0.0, not -0.0"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            harness.assert_same([ours], [theirs], "bits")
+def test_equality_takes_nan_for_nan_and_nothing_else(ours, theirs, told):
+    if told is None:
+        timing.assert_same([ours], [theirs], "bits")
+        return
+    with pytest.raises(AssertionError, match=f"bits, .*{told}"):
+        timing.assert_same([ours], [theirs], "bits")
     with pytest.raises(ValueError, match="zip"):
-        harness.assert_same(same, same[:1], "length")
+        timing.assert_same([ours], [], "bits")

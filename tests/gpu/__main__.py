@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -96,7 +97,8 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
                 shutil.copy(written, results.with_name(f"{results.stem}-{name}.json"))
 
         # The end of a long output may be all that is kept: what decides.
-        return Part(name, [command], seconds, sound, after=keep, shown=name == "decisive")
+        more: dict[str, Any] = {"summary": "^Against torch", "shown": name == "decisive"}
+        return Part(name, [command], seconds, sound, after=keep, **more)
 
     return [
         Part(

@@ -1,19 +1,20 @@
-"""Figures of README.md and docs/benchmarks.md, generated from a result file."""
+"""What is written of results: the report of a run, and the figures of README.md and docs/."""
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import goals, pictures, tables
-from .real_loops import ADAMW, SCHEDULED_ADAMW
-from .results import MISSED, Results, Row, write_whole
+from jinja2 import Environment, FileSystemLoader
 
-START = "<!-- bench:start -->"
-END = "<!-- bench:end -->"
-README = "README.md"
-DOCS = "docs/benchmarks.md"
+from . import pictures, tables
+from .results import Results, Row, write_whole
+
+REPORT, PLOTS = "report.html", "plots"
+START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+README, DOCS = "README.md", "docs/benchmarks.md"
 # Nothing else is kept there.
 PICTURES = "docs/measured"
 RESULTS = "benchmarks/results"
@@ -21,11 +22,28 @@ RESULTS = "benchmarks/results"
 LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
 
 
+def write_report(results: Results, folder: Path) -> Path:
+    """Writes a self-contained page with pictures first, and its pictures; returns its path."""
+    figures = pictures.draw(results)
+    drawn = [base64.b64encode(pictures.svg(each).encode()).decode() for each in figures.values()]
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template("report.html.jinja").render(
+        results=results,
+        sentences=[tables.score(results), tables.gain_of_a_step(results)],
+        pictures=list(zip(figures, drawn, strict=True)),
+        tables=tables.of(results),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / REPORT, text)
+    pictures.write(figures, folder / PLOTS)
+    return folder / REPORT
+
+
 def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
     """torch's row and ampfast's of each real loop with plain AdamW, by its case."""
     both = tables.pairs(tables.usual_loops(results.rows), "loops")
-    plain = (ADAMW, SCHEDULED_ADAMW)
-    return {row.case: (theirs, row) for theirs, row in both if row.call in plain}
+    return {row.case: (theirs, row) for theirs, row in both if not row.call.startswith("fused")}
 
 
 def readme_block(results: Results) -> str:
@@ -36,24 +54,26 @@ def readme_block(results: Results) -> str:
         theirs, ours = rows.get(case, (None, None))
         told = case
         if ours is not None:
-            told += f", {ours.tensors} parameters{ours.call.removeprefix(ADAMW)}"
-        times = [
-            f"{tables.number(r.host_us.p50)} us" if r and r.host_us else tables.NOT_MEASURED
-            for r in (theirs, ours)
-        ]
-        lines.append((f"scaler alone: {told}", "-", *times, tables.times(ours and ours.vs_torch)))
+            _, *schedule = ours.call.split(", ")
+            told = ", ".join((case, f"{ours.tensors} parameters", *schedule))
+        cells = [_cell(row and row.host_us, "us") for row in (theirs, ours)]
+        lines.append((f"scaler alone: {told}", "-", *cells, tables.times(ours and ours.vs_torch)))
     clipped = clipped_steps(results)
-    first = "time under bfloat16 of"
-    header = (first, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
+    sides = ("no scaler", "torch's scaler", "ampfast")
+    header = ("time under bfloat16 of", *sides, "faster than torch's")
     table = tables.Table("", "", "", header, lines + clipped, 1).markdown()
     told = tables.gain_of_a_step(results)
     if clipped:
-        step, *shown, _ = clipped[0]
+        step, none, torchs, ours_, _ = clipped[0]
         told = (
-            "For example, a {}: torch clips it in {} without a scaler and in {} with its scaler; "
-            "ampfast's scaler, which clips, too, takes {}. ".format(step, *shown)
-        ) + told
+            f"For example, a {step}: torch clips it in {none} without a scaler and in {torchs} "
+            f"with its scaler; ampfast's scaler, which clips, too, takes {ours_}. {told}"
+        )
     return "\n\n".join((told, table, _heading(results, f"{RESULTS}/")))
+
+
+def _cell(spread: tuple[float, float, float] | None, unit: str) -> str:
+    return f"{tables.number(spread[1])} {unit}" if spread else tables.NOT_MEASURED
 
 
 def clipped_steps(results: Results) -> list[tuple[str, ...]]:
@@ -61,15 +81,12 @@ def clipped_steps(results: Results) -> list[tuple[str, ...]]:
     at = {row.name: row for row in results.rows if row.subject == "training" and row.ms}
     lines = []
     for ours in at.values():
-        if ours.call == f"{ours.replaces} by the scaler" and "fused" not in ours.call:
+        if ours.replaces and "fused" not in ours.call:
             place = ("training", ours.case, ours.dtype, ours.replaces)
             sides = (at.get((*place, tables.NO_SCALER)), at.get((*place, "torch")), ours)
-            times = [
-                f"{tables.number(r.ms.p50)} ms" if r and r.ms else tables.NOT_MEASURED
-                for r in sides
-            ]
             told = f"whole step, clipped: {ours.case}, {ours.replaces.removesuffix(', clip')}"
-            lines.append((told, *times, tables.times(ours.vs_torch)))
+            cells = [_cell(row and row.ms, "ms") for row in sides]
+            lines.append((told, *cells, tables.times(ours.vs_torch)))
     return lines
 
 
@@ -81,18 +98,11 @@ def docs_block(results: Results) -> str:
     for table in tables.of(results):
         name = names.get(table.subject, table.subject)
         image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
-        told = " ".join(filter(None, (table.how, table.example)))
-        parts += [f"### {table.title}", told, *image, table.markdown()]
-    missed = [goal for goal in results.goals if goal.verdict == MISSED]
-    table = tables.of_goals(missed)
-    kinds = dict.fromkeys(goal.subject for goal in results.goals)
-    parts += [
-        "### Goals of our own",
-        f"{goals.WHAT} {len(missed)} of {len(results.goals)} were not met. By part of the run:",
-        "\n".join(f"- `{kind}`: {goals.KINDS.get(kind, '')}" for kind in kinds),
-        *([f"{table.how} {table.example}", table.markdown()] if missed else []),
-    ]
+        parts += [f"### {table.title}", table.how, *image, table.markdown()]
     return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[Results], str]] = {README: readme_block, DOCS: docs_block}
 
 
 def file_name(results: Results) -> str:
@@ -102,31 +112,21 @@ def file_name(results: Results) -> str:
     return f"{short}-torch{results.torch.split('+')[0]}-{results.date[:10]}.json"
 
 
-PAGES: dict[str, Callable[[Results], str]] = {README: readme_block, DOCS: docs_block}
-
-
-def write(folder: Path, file: Path) -> None:
-    """Writes a result file's figures into both pages, its pictures, and the file itself.
-
-    The result file that README.md named before is removed. Nothing is written if the result lacks a
-    loop that README.md shows, a page does not have each marker once, in order, or matplotlib is not
-    installed.
-    """
+def write_pages(folder: Path, file: Path) -> None:
+    """Writes a result file's figures into both pages, its pictures, and the file itself."""
     results = Results.read(file)
     if missing := [case for case in LOOPS if case not in loops_of(results)]:
         raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")
-    texts, earlier = {}, []
-    for page, block in PAGES.items():
-        before, old, after = split(folder / page)
-        texts[page] = f"{before}{START}\n{block(results)}\n{END}{after}"
-        earlier += re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", old)
+    texts = {page: with_block(folder / page, block(results)) for page, block in PAGES.items()}
+    old = [split(folder / page)[1] for page in PAGES]
+    earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
     figures = pictures.draw(results)
     (folder / RESULTS).mkdir(parents=True, exist_ok=True)
     results.write(folder / RESULTS / file_name(results))
     pictures.write(figures, folder / PICTURES, png=False)
     for page, text in texts.items():
         write_whole(folder / page, text)
-    for name in set(earlier) - {file_name(results)}:
+    for name in earlier - {file_name(results)}:
         (folder / RESULTS / name).unlink(missing_ok=True)
 
 
@@ -135,12 +135,19 @@ def split(page: Path) -> tuple[str, str, str]:
     text = page.read_text(encoding="utf-8")
     before, start, rest = text.partition(START)
     block, end, after = rest.partition(END)
-    if not (start and end) or START in rest or END in after:
-        raise ValueError(f"{page} must contain {START} and then {END}, each once")
+    if not (start and end) or START in rest or END in before + after:
+        raise ValueError(f"{page} must contain {START} and {END}, once each and in this order")
     return before, block, after
 
 
+def with_block(page: Path, block: str) -> str:
+    """Text of a page with another block between its markers."""
+    before, _, after = split(page)
+    return f"{before}{START}\n{block}\n{END}{after}"
+
+
 def _heading(results: Results, folder: str) -> str:
+    """Machine, versions, date and file of the measurements, and how many are won."""
     name = file_name(results)
     return " ".join(
         (

@@ -13,18 +13,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Net:
-    """Net and its training; its name has sizes that are not the published ones.
-
-    The module's forward takes `inputs`, a random batch, and returns the loss. `step_bytes` bounds a
-    step's memory besides parameters, gradients and optimizer state.
-    """
+    """Net, whose forward takes a batch and returns the loss; its name has unpublished sizes."""
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, float]
-    step_bytes: int = 1 << 30
+    step_bytes: int = 1 << 30  # besides parameters, gradients and optimizer state
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the parameters, without allocating any."""
@@ -54,32 +50,38 @@ def nets(device: torch.device) -> list[Net]:
     ]
 
 
-def perceptron(
-    layers: int,
-    width: int,
-    batch: int,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
-    lr: float = 0.1,
-) -> Net:
+def perceptron(layers: int, width: int, batch: int) -> Net:
     """A net of two parameters a layer."""
     return Net(
         f"perceptron {layers}x{width}, batch {batch}",
-        functools.partial(Perceptron, layers, width),
+        functools.partial(_Perceptron, layers, width),
         lambda: (torch.randn(batch, width), torch.randn(batch, width)),
-        optimizer,
-        {"lr": lr},
+        torch.optim.AdamW,
+        {"lr": 1e-4},
+    )
+
+
+def conv_net() -> Net:
+    """A net of ten parameters for 8 x 8 images of ten classes."""
+    return Net(
+        "conv net",
+        lambda: _Classifier(
+            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+            *(nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
+        ),
+        lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,))),
+        torch.optim.AdamW,
+        {"lr": 1e-4},
     )
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype:
-    """16-bit dtype to train with; most CPUs have no float16 arithmetic.
-
-    The scaler's work is the same in both: gradients are those of float32 parameters.
-    """
+    """16-bit dtype to train with; most CPUs have no float16 arithmetic."""
     return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
-class Perceptron(nn.Module):
+class _Perceptron(nn.Module):
     """Linear layers and squared error; with skips, as gradients would vanish in 500 layers."""
 
     def __init__(self, layers: int, width: int) -> None:
@@ -92,19 +94,24 @@ class Perceptron(nn.Module):
         return functional.mse_loss(inputs, targets)
 
 
+class _Classifier(nn.Sequential):
+    """Layers, and the loss of their scores."""
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:  # type: ignore[override]
+        return functional.cross_entropy(super().forward(images), classes)
+
+
 class _Transformer(nn.Module):
     """Radford et al. 2019: the output shares the embedding's weight."""
 
     def __init__(self, width: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         for table in (self.tokens, self.places):
             nn.init.normal_(table.weight, std=0.02)
-        layer = functools.partial(
-            nn.TransformerEncoderLayer, width, heads, 4 * width, dropout=0.0, activation="gelu"
-        )
-        self.layers = nn.ModuleList(layer(norm_first=True, batch_first=True) for _ in range(12))
+        options = {"dropout": 0.0, "activation": "gelu", "norm_first": True, "batch_first": True}
+        layer = functools.partial(nn.TransformerEncoderLayer, width, heads, 4 * width, **options)
+        self.layers = nn.ModuleList(layer() for _ in range(12))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -129,10 +136,8 @@ def _gpt2(name: str, width: int, heads: int, vocabulary: int, length: int, batch
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    return [
-        nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False),
-        nn.BatchNorm2d(outputs),
-    ]
+    convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]
 
 
 class _Bottleneck(nn.Module):
@@ -147,37 +152,29 @@ class _Bottleneck(nn.Module):
             *_convolution(width, outputs, 1),
         )
         # As wide as the output, the first block of a stage needs no projection either.
-        self.around = nn.Sequential(
-            *(_convolution(inputs, outputs, 1, stride) if inputs != outputs else ())
-        )
+        projection = _convolution(inputs, outputs, 1, stride) if inputs != outputs else ()
+        self.around = nn.Sequential(*projection)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(self.through(x) + self.around(x))
 
 
-class _Residual(nn.Module):
+def _residual(width: int, classes: int) -> nn.Module:
     """He et al. 2015, 50 layers."""
-
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__()
-        layers = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        inputs = width
-        for stage, blocks in enumerate((3, 4, 6, 3)):
-            for block in range(blocks):
-                stride = 2 if stage and not block else 1
-                layers.append(_Bottleneck(inputs, width << stage, stride))
-                inputs = 4 * (width << stage)
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
-        return functional.cross_entropy(self.layers(images), classes)
+    layers = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    inputs = width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for block in range(blocks):
+            stride = 2 if stage and not block else 1
+            layers.append(_Bottleneck(inputs, width << stage, stride))
+            inputs = 4 * (width << stage)
+    return _Classifier(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def _resnet50(name: str, width: int, classes: int, pixels: int, batch: int) -> Net:
     return Net(
         name,
-        functools.partial(_Residual, width, classes),
+        functools.partial(_residual, width, classes),
         lambda: (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,))),
         torch.optim.SGD,
         {"lr": 0.01, "momentum": 0.9},
@@ -187,47 +184,33 @@ def _resnet50(name: str, width: int, classes: int, pixels: int, batch: int) -> N
 
 
 class _Recommender(nn.Module):
-    """Naumov et al. 2019, with many small tables.
-
-    Products are summed over pairs, (sum of all)^2 - sum of squares: concatenated, the pairs of 500
-    tables would make the first layer above them a hundred times as large as the rest.
-    """
+    """Naumov et al. 2019, with many small tables."""
 
     WIDTH = 16
     NUMBERS = 13
 
     def __init__(self, tables: int, rows: int) -> None:
         super().__init__()
-        embeddings = [nn.Embedding(rows, self.WIDTH) for _ in range(tables)]
-        for table in embeddings:
+        self.tables = nn.ModuleList(nn.Embedding(rows, self.WIDTH) for _ in range(tables))
+        for table in self.tables:
             nn.init.normal_(table.weight, std=tables**-0.5)
-        self.tables = nn.ModuleList(embeddings)
-        self.below = nn.Sequential(
-            *(nn.Linear(self.NUMBERS, 64), nn.ReLU(), nn.Linear(64, self.WIDTH), nn.ReLU())
-        )
-        self.above = nn.Sequential(
-            *(nn.Linear(2 * self.WIDTH, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
-        )
+        below = (nn.Linear(self.NUMBERS, 64), nn.ReLU(), nn.Linear(64, self.WIDTH), nn.ReLU())
+        above = (nn.Linear(2 * self.WIDTH, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+        self.below, self.above = nn.Sequential(*below), nn.Sequential(*above)
 
     def forward(self, numbers: Tensor, kinds: Tensor, clicked: Tensor) -> Tensor:
         below = self.below(numbers)
         looked_up = [table(kind) for table, kind in zip(self.tables, kinds, strict=True)]
         all_of = torch.stack([below, *looked_up])
         pairs = all_of.sum(0).square() - all_of.square().sum(0)
-        return functional.binary_cross_entropy_with_logits(
-            self.above(torch.cat([below, pairs], dim=1)), clicked
-        )
+        scores = self.above(torch.cat([below, pairs], dim=1))
+        return functional.binary_cross_entropy_with_logits(scores, clicked)
 
 
 def _dlrm(name: str, tables: int, rows: int, batch: int) -> Net:
-    return Net(
-        name,
-        functools.partial(_Recommender, tables, rows),
-        lambda: (
-            torch.randn(batch, _Recommender.NUMBERS),
-            torch.randint(rows, (tables, batch)),
-            torch.randint(2, (batch,)).float(),
-        ),
-        torch.optim.SGD,
-        {"lr": 0.01},
-    )
+    def inputs() -> tuple[Tensor, ...]:
+        numbers, kinds = torch.randn(batch, _Recommender.NUMBERS), (tables, batch)
+        return numbers, torch.randint(rows, kinds), torch.randint(2, (batch,)).float()
+
+    build = functools.partial(_Recommender, tables, rows)
+    return Net(name, build, inputs, torch.optim.SGD, {"lr": 0.01})

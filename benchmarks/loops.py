@@ -1,0 +1,340 @@
+"""Training loops: the scaler's own time in them, `scale`, `step` less the optimizer's, `update`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+
+import ampfast
+from ampfast import backends
+
+from .cases import GradCase
+from .nets import Net, autocast_dtype, conv_net, perceptron
+from .results import Row, Spread
+from .steps import make_scaler, scaler_state
+from .timing import WITHOUT, Contender, Job, Measured, Setting, Timed, assert_same, interleave
+
+SCALE = 2.0**10
+MAX_NORM = 0.1
+# Of the comparison; an infinity in one of its steps makes torch's scale back off.
+PARITY_STEPS = 5
+BAD_STEP = 2
+# Relative tolerance of a clipped update, whose norm is in float64 instead of float32.
+CLIP_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a loop does."""
+
+    fused: bool = False  # its optimizer takes scale and flag
+    clip: bool = False
+    by_scaler: bool = False  # ampfast's scaler clips, not torch's function
+    schedule: bool = False  # whose wrapper of `step` counts as the scaler's time on both sides
+    feature: str = ""  # name of what ampfast's scaler does besides, and torch's does not
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the feature
+    follows_torch: bool = True  # scale and growth tracker are torch's, too
+
+    def call(self, net: Net) -> str:
+        """Name of the loop, the same for all sides."""
+        name = f"{'fused ' if self.fused else ''}{net.optimizer.__name__}"
+        clip = f"clip{' by the scaler' if self.by_scaler else ''}" if self.clip else ""
+        return ", ".join(filter(None, (name, self.schedule and "schedule", clip, self.feature)))
+
+
+GROUP = "group of one"
+GUARD = "StepGuard"
+# The usual training, the same without a schedule, and what a feature costs.
+SCHEDULED = (Kind(schedule=True), Kind(fused=True, schedule=True))
+WITHOUT_SCHEDULE = (Kind(), Kind(fused=True))
+FEATURES = (
+    Kind(feature='track="overflow"', options={"track": "overflow"}),
+    Kind(
+        feature="limits",
+        options={"min_scale": 1.0, "max_scale": 2.0**24, "hysteresis": 2},
+        follows_torch=False,
+    ),
+    Kind(feature=GUARD, follows_torch=False),
+    Kind(feature="LogMax", options={"policy": ampfast.LogMax()}, follows_torch=False),
+    Kind(feature=GROUP),
+)
+LOOPS: tuple[tuple[Net, tuple[Kind, ...]], ...] = (
+    (conv_net(), (*WITHOUT_SCHEDULE, *SCHEDULED, *FEATURES)),
+    (perceptron(31, 32, 64), (*WITHOUT_SCHEDULE, *SCHEDULED, *FEATURES)),
+    (perceptron(74, 32, 64), (*WITHOUT_SCHEDULE, *SCHEDULED)),
+    (perceptron(500, 32, 64), SCHEDULED),
+    (perceptron(3, 512, 128), SCHEDULED),
+)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Module with its batch and autocast dtype."""
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, net: Net, device: torch.device) -> Lesson:
+        return cls(*net.made(device), autocast_dtype(device))
+
+    def loss(self) -> Tensor:
+        """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
+        with torch.autocast(self.inputs[0].device.type, self.dtype):
+            return self.module(*self.inputs)
+
+
+class Step(NamedTuple):
+    """Nanoseconds of one iteration: the scaler's by part, and all of it."""
+
+    scale: int
+    step: int
+    update: int
+    whole: int
+
+    @property
+    def scaler(self) -> int:
+        return self.scale + self.step + self.update
+
+
+def optimizer_over(net: Net, kind: Kind, parameters: Sequence[Tensor], of: Any = None) -> Any:
+    """The net's optimizer, or one of another class."""
+    of = of or net.optimizer
+    return of(parameters, **net.options, fused=kind.fused or None)
+
+
+def timed_optimizer(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
+    """The net's optimizer, which adds up the nanoseconds of its steps."""
+    plain: Any = net.optimizer
+
+    class Timing(plain):
+        steps_ns = 0
+
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            start = time.perf_counter_ns()
+            result = super().step(closure)
+            self.steps_ns += time.perf_counter_ns() - start
+            return result
+
+        # Keeps out torch's wrapper for its profiler, whose time would count as the scaler's.
+        step.hooked = True  # type: ignore[attr-defined]
+
+    return optimizer_over(net, kind, parameters, Timing)
+
+
+class Loop:
+    """One side's training: its scaler, if any, and its optimizer, or one that others use, too."""
+
+    def __init__(
+        self,
+        net: Net,
+        kind: Kind,
+        provider: str,
+        lesson: Lesson,
+        parameters: Sequence[Tensor] = (),
+        optimizer: Any = None,
+    ) -> None:
+        self.kind, self.provider, self.lesson = kind, provider, lesson
+        self.key = kind.call(net), provider
+        self.parameters = parameters or list(lesson.module.parameters())
+        self.optimizer = optimizer or timed_optimizer(net, kind, self.parameters)
+        self._schedule = None
+        if kind.schedule:
+            decay = torch.optim.lr_scheduler.LambdaLR
+            self._schedule = decay(self.optimizer, lambda step: 0.9999**step)
+        device, self.scaler = lesson.inputs[0].device, None
+        if provider not in (WITHOUT, "torch") and kind.feature == GUARD:
+            self.scaler = ampfast.StepGuard(device.type, backend=provider)
+            self.scaler.scale(torch.zeros((), device=device))
+        elif provider != WITHOUT:
+            group = {"process_group": distributed.group.WORLD} if kind.feature == GROUP else {}
+            self.scaler = make_scaler(provider, device, SCALE, **kind.options, **group)
+        self.steps: list[Step] = []
+
+    def step(self, number: int = 0, bad: bool = False) -> Step:
+        """One iteration, with an infinite gradient if `bad`."""
+        now = time.perf_counter_ns
+        begun = now()
+        self.optimizer.zero_grad()
+        loss = self.lesson.loss()
+        start = now()
+        scaled = self.scaled(loss)
+        scale = now() - start
+        scaled.backward()
+        # Else the scaler's time would include freeing the rest of the graph.
+        del loss, scaled
+        if bad:
+            self.parameters[0].grad.view(-1)[-1] = math.inf
+        return self.finish(begun, scale)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def finish(self, begun: int = 0, scale: int = 0) -> Step:
+        """Calls after the backward pass."""
+        now, scaler, optimizer = time.perf_counter_ns, self.scaler, self.optimizer
+        optimizer.steps_ns = 0
+        start = now()
+        if self.kind.by_scaler:
+            # Gradients that a fused optimizer unscales are only read.
+            scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.kind.fused)
+        elif self.kind.clip:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+        middle = now()
+        if scaler is not None:
+            scaler.update()
+        end = now()
+        if self._schedule is not None:
+            self._schedule.step()
+        return Step(scale, middle - start - optimizer.steps_ns, end - middle, end - begun)
+
+    def timed(self) -> float:
+        """Seconds of the scaler in one iteration, which is recorded."""
+        self.steps.append(self.step())
+        return self.steps[-1].scaler / 1e9
+
+    def scale(self) -> float:
+        """The scale, a power of two, so that no bit of a gradient is lost."""
+        scale = self.scaler.get_scale()
+        if math.frexp(scale)[0] != 0.5:
+            raise AssertionError(f"{self.key}: the scale {scale} is no power of two")
+        return scale
+
+
+def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequence[str]) -> None:
+    """Trains the module with torch's scaler, and copies of its parameters with each of ours.
+
+    All use the gradients of one backward pass, which is not deterministic on a GPU. The scale grows
+    and backs off. Bits are compared, but for clips by the scaler, whose norm is more exact.
+    """
+    torchs = list(lesson.module.parameters())
+
+    def loop(kind: Kind, name: str, parameters: Sequence[Tensor]) -> Loop:
+        return Loop(net, kind, name, lesson, parameters, optimizer_over(net, kind, parameters))
+
+    theirs = loop(kinds[0], "torch", torchs)
+    ours = [
+        loop(kind, name, [p.detach().clone().requires_grad_() for p in torchs])
+        for name in names
+        for kind in kinds
+    ]
+    for each in (theirs, *ours):
+        if each.kind.follows_torch:
+            each.scaler.set_growth_interval(2)
+    for step in range(PARITY_STEPS):
+        theirs.optimizer.zero_grad()
+        loss = lesson.loss()
+        scaled = theirs.scaled(loss)
+        scaled.backward()
+        if step == BAD_STEP:
+            torchs[len(torchs) // 2].grad.view(-1)[-1] = math.inf
+        for each in ours:
+            what = f"loss of {net.name}, {' by '.join(each.key)}, step {step}"
+            factor = each.scale() / theirs.scale()
+            assert_same([each.scaled(loss.detach())], [scaled.detach() * factor], what)
+            for parameter, their in zip(each.parameters, torchs, strict=True):
+                parameter.grad = their.grad * factor
+        for each in (theirs, *ours):
+            each.finish()
+        for each in ours:
+            _assert_same(each, theirs, f"{net.name}, {' by '.join(each.key)}, step {step}")
+    theirs.optimizer.zero_grad()
+
+
+def _assert_same(ours: Loop, theirs: Loop, what: str) -> None:
+    if ours.kind.follows_torch:
+        states = scaler_state(ours.scaler), scaler_state(theirs.scaler)
+        assert_same(*states, f"scale and tracker of {what}")
+    if not ours.kind.by_scaler:
+        assert_same(ours.parameters, theirs.parameters, f"parameters of {what}")
+        return
+    most = CLIP_TOLERANCE * theirs.optimizer.param_groups[0]["lr"]
+    for parameter, their in zip(ours.parameters, theirs.parameters, strict=True):
+        torch.testing.assert_close(parameter, their, rtol=1e-5, atol=most)
+
+
+def jobs(on: Setting) -> list[Job]:
+    """One job for each net and kind of loop, on a CPU."""
+    return [
+        Job(f"{net.name}, {kind.call(net)}", functools.partial(measure, net, kind, on))
+        for net, kinds in LOOPS
+        for kind in kinds
+        if on.queue is None
+    ]
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """Default process group of this process alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def measure(net: Net, kind: Kind, on: Setting) -> Measured:
+    """Trains with torch's scaler and with ampfast's, step by step in turn."""
+    if kind.feature == GROUP and not distributed.is_initialized():
+        with group_of_one():
+            return measure(net, kind, on)
+    ours, what = backends.default_for(on.device), f"{net.name}, {kind.call(net)}"
+    assert_parity(net, Lesson.of(net, on.device), [kind], [ours])
+    loops = {
+        loop.key: loop
+        for name in ("torch", ours)
+        for loop in [Loop(net, kind, name, Lesson.of(net, on.device))]
+    }
+    for loop in loops.values():
+        loop.step()
+    scales = [loop.scale() for loop in loops.values()]
+    contenders = [Contender(*key, lambda number: None) for key in loops]
+    # A round has one step of each contender.
+    effort = replace(on.effort, sample_s=0.0)
+    samples = interleave(contenders, effort, 1, lambda each, calls: loops[each.key].timed())
+    theirs, own = loops.values()
+    _assert_same(own, theirs, f"{what}, after it was timed")
+    if [loop.scale() for loop in loops.values()] != scales:
+        raise AssertionError(f"{what}: a step was skipped while timed")
+    case = GradCase(net.name, net.shapes())
+    timed = Timed("loops", case, autocast_dtype(on.device), contenders, samples)
+    rows = zip(timed.rows(), loops.values(), strict=True)
+    return Measured([_with_parts(row, loop, case) for row, loop in rows])
+
+
+def _with_parts(row: Row, loop: Loop, case: GradCase) -> Row:
+    # Without warm-up.
+    steps = loop.steps[-row.rounds :]
+    return replace(
+        row,
+        ms=None,
+        timer=None,
+        list_bytes=None,
+        host_us=Spread(*(1e3 * ms for ms in row.ms)),
+        parts_us=tuple(
+            statistics.median(getattr(step, part) for step in steps) / 1e3
+            for part in ("scale", "step", "update")
+        ),
+        share=statistics.median(step.scaler / step.whole for step in steps),
+        tensors=len(case.shapes),
+        elements=case.elements,
+    )
