@@ -823,6 +823,7 @@ class GradScaler(Passes):
         # A shallow copy of a scaler counts by itself, too.
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
         state["_spike_rules"] = copy.deepcopy(self._spike_rules)
+        state["_skip_limit"] = copy.deepcopy(self._skip_limit)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

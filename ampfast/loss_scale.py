@@ -217,7 +217,7 @@ class LossScale:
             update = update._replace(found_infs=there, state=self.words_on(scale.device))
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
-                torch_ops.update(update, self.limits)
+                torch_ops.update(update, self.limits, bool(self.norms))
         if follower is not None:
             follower.after_update()
 

@@ -346,11 +346,13 @@ class Passes(TorchGradScaler):
             follower.observed += observed
 
     def _unscaled_first(
-        self, optimizers: list[Any], turns: list[Turn], scale: Tensor
+        self, optimizers: list[Any], turns: list[Turn], scale: Tensor, allow_fp16: bool = False
     ) -> list[clipping.NormTerm]:
         """Unscales gradients that share memory, each as often as it is listed, as torch does."""
         self._warn_of_shared_memory()
-        terms = [self._norm_term(each, scale, writes=True) for each in optimizers]
+        terms = [
+            self._norm_term(each, scale, writes=True, allow_fp16=allow_fp16) for each in optimizers
+        ]
         clipping.require_writable(terms)
         begin(turns)
         for term in terms:
@@ -376,7 +378,7 @@ class Passes(TorchGradScaler):
                         params = (param for group in term.grads.groups for param in group)
                         grads = [param.grad.detach() for param in params if param.grad is not None]
                         saved += [(grad, grad.clone()) for grad in grads]
-                        terms[place] = self._unscaled_first([term.optimizer], [], scale)[0]
+                        terms[place] = self._unscaled_first([term.optimizer], [], scale, True)[0]
             agreement = self._agreement(*(term.grads for term in terms))
             return clipping.measure(
                 self._choice, terms, order, math.inf, scale, agreement=agreement
@@ -426,10 +428,10 @@ class Passes(TorchGradScaler):
         return norm
 
     def _norm_term(
-        self, optimizer: Any, scale: Tensor | None, *, writes: bool
+        self, optimizer: Any, scale: Tensor | None, *, writes: bool, allow_fp16: bool = False
     ) -> clipping.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
-        allow_fp16 = scale is None or self._allow_fp16 or not writes
+        allow_fp16 = allow_fp16 or scale is None or self._allow_fp16 or not writes
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
         return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
 

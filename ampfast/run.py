@@ -46,7 +46,8 @@ class _Patched:
     def __reduce__(self) -> tuple[Any, ...]:
         # The other process cannot find ampfast yet: its path comes in the same pickle.
         code = f"import sys; sys.path[:] = {sys.path!r}; import ampfast.run as _run; "
-        return exec, (f"{code}_run.patch_with_children(*{self.arguments!r})", {})
+        given = json.dumps(self.arguments)  # as repr(inf) is no Python
+        return exec, (f"{code}_run.patch_with_children(*_run.json.loads({given!r}))", {})
 
 
 def patch_with_children(clip: bool, given: dict[str, Any]) -> None:

@@ -492,3 +492,14 @@ def test_optimizers_that_are_clipped_together_are_skipped_together() -> None:
     scaler, fine, bad = started(GradScaler, 8.0), six(), six(INF)
     scaler.clip_grad_norm_([fine, bad], 1.0)
     assert scaler.step_skipped(fine) and scaler.step_skipped(bad)
+
+
+@pytest.mark.filterwarnings("ignore:Some gradients share memory")
+def test_the_norm_of_float16_gradients_that_share_memory() -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    param.grad = torch.full((2,), 8.0, dtype=torch.float16)
+    scaler, twice = GradScaler("cpu", init_scale=4.0), torch.optim.SGD([param, param], lr=0.1)
+    scaler.scale(torch.ones(()))
+    # As `unscale_` would do, what they share is divided twice, and counted twice.
+    assert scaler.grad_norm(twice).item() == pytest.approx(math.sqrt(4 * 0.5**2))
+    assert param.grad.eq(8).all()

@@ -152,17 +152,17 @@ def test_updates_are_those_of_the_core(
         return torch.tensor(16.0), torch.zeros((), dtype=torch.int32), words
 
     ours, theirs = state(), state()
-    flags, interval = [0.0, 0.0, 0.0, 1.0, 2.0] + [core.SPIKE] * has_norm, 3
+    flags, interval = [0.0, 0.0, 0.0, 1.0, 2.0, core.SPIKE], 3
     for step in range(1200):
         interval = 2 if step % 50 == 0 else 3
         flag, norm = flags[int(torch.randint(len(flags), (), generator=random))], float(step)
         proposal = float(2 ** int(torch.randint(9, (), generator=random)))
-        for (scale, tracker, words), update in ((ours, torch_ops.update), (theirs, None)):
+        for (scale, tracker, words), is_ours in ((ours, True), (theirs, False)):
             if limits.policy is not None and step % 3:
                 words[state_layout.PROPOSAL] = scalars.word_of(torch.tensor(proposal))
             seen = torch.tensor(norm) if has_norm else None
             fields = Update(scale, tracker, [torch.tensor(flag)], 2.0, 0.5, interval, words, seen)
-            assert update(fields, limits) if update is not None else compiled.update(fields)
+            assert torch_ops.update(fields, limits, True) if is_ours else compiled.update(fields)
         assert_same(ours[:2], theirs[:2])
         for *_, words in (ours, theirs):
             words[state_layout.BEFORE : state_layout.MIN_SCALE] = 0
@@ -250,3 +250,41 @@ def test_functions_on_a_device_without_float64(
     params[0].grad = torch.ones(3)
     functional.clip_grad_norm_(params, 1.0)
     assert flag.item() == 0
+
+
+def test_a_spike_beside_a_norm_of_another_order_is_a_spike(place: str) -> None:
+    """The orders have no joint norm, and the flag still tells of the spike."""
+    seen = []
+    for backend in ("cpu", "aten"):
+        scaler = GradScaler("cpu", backend=backend, init_scale=8.0)
+        pair = [torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1) for _ in range(2)]
+        scaler.scale(torch.ones(()))
+        for each in pair:
+            each.param_groups[0]["params"][0].grad = torch.full((3,), 8.0)
+        scaler.clip_grad_norm_(pair[0], 1.0, skip_above=1e-3)
+        scaler.grad_norm(pair[1], math.inf)
+        for each in pair:
+            scaler.step(each)
+        scaler.update()
+        history = scaler.history()
+        seen.append([scaler.get_scale(), scaler.stats(), history.spiked.tolist()])
+    assert seen[0] == seen[1]
+    assert seen[1][0] == 8.0 and seen[1][2] == [True]
+
+
+@pytest.mark.parametrize("way", ["loaded", "written", "replaced"])
+def test_a_tracker_beyond_the_interval_grows(place: str, way: str) -> None:
+    scaler = GradScaler("cpu", backend="aten", init_scale=8.0, growth_interval=10)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    for step in range(2):
+        scaler.scale(torch.ones(()))
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        scaler.step(optimizer)
+        if step == 1 and way == "loaded":
+            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 50})
+        elif step == 1 and way == "written":
+            scaler._growth_tracker.fill_(50)
+        elif step == 1:
+            scaler._growth_tracker = torch.tensor(50, dtype=torch.int32)
+        scaler.update()
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (16.0, 0)

@@ -303,10 +303,12 @@ class _State:
         stays: These.
         zero: 0-dim float32.
         one: 0-dim float32.
-        interval: The growth interval of the last update, or None.
+        tracker: The growth tracker of the last update.
+        known: Its growth interval, and the version of the tracker behind it.
     """
 
-    interval: Any = None
+    tracker: Tensor | None = None
+    known: tuple[Any, int] | None = None
 
     def __init__(self, words: Tensor) -> None:
         refuse_capture("the first update without kernels")
@@ -332,7 +334,7 @@ class _State:
 _COUNTED = 8
 
 
-def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
+def update(fields: tuple[Any, ...], limits: Any = None, may_spike: bool = False) -> bool:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
     A state on a CPU is the compiled core's; on other devices torch's ops write it, with no copy to
@@ -342,6 +344,7 @@ def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
         fields: As for `Kernels.update`.
         limits: What the state's scale is held to (`loss_scale.Limits`); None, with a state on
             another device than a CPU, for False.
+        may_spike: Whether a flag may be that of a spike, as a norm was compared.
     """
     scale, words = fields[0], fields[6]
     if _is_on_host(scale):
@@ -353,12 +356,12 @@ def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
                 return True
     if words is not None and limits is None:
         return False
-    _update(fields, limits)
+    _update(fields, limits, may_spike)
     return True
 
 
 @torch.no_grad()
-def _update(fields: tuple[Any, ...], limits: Any) -> None:
+def _update(fields: tuple[Any, ...], limits: Any, may_spike: bool) -> None:
     """`update` by torch's ops, of which the host reads nothing."""
     scale, growth_tracker, flags, growth_factor, backoff_factor, interval, words, norm = fields
     first, *others = [moved(flag, scale.device) for flag in flags]
@@ -377,13 +380,15 @@ def _update(fields: tuple[Any, ...], limits: Any) -> None:
     before, zero, one = state.before, state.zero, state.one
     before.copy_(scale)
     spiked, tracker_before = zero, tracker
-    if norm is not None:
-        # Only a norm makes spikes.
+    if may_spike:
         spiked = (flag != 0) & (flag.abs() < SPIKE_BOUND)
         found_inf, tracker_before = torch.where(spiked, zero, flag), tracker.clone()
     overflow = found_inf if found_inf.dim() == 0 else flag
-    _update_by_torch(scale, tracker, overflow, rule, state.interval != interval)
-    state.interval = interval
+    # A tracker that was loaded, or that had another interval, may be beyond the interval.
+    has_version = not growth_tracker.is_inference()
+    is_known = has_version and state.known == (interval, growth_tracker._version)
+    is_known = is_known and state.tracker is growth_tracker
+    _update_by_torch(scale, tracker, overflow, rule, not is_known)
     # The tracker is 0 after an overflow, and where the scale was to grow.
     keeps = overflow + tracker
     at_minimum = zero
@@ -394,7 +399,7 @@ def _update(fields: tuple[Any, ...], limits: Any) -> None:
         if limits.min_scale is not None:
             at_minimum = (overflow != 0) & (before <= limits.min_scale)
     stays_at_minimum = at_minimum
-    if norm is not None:
+    if may_spike:
         scale.copy_(torch.where(spiked, before, scale))
         tracker.copy_(torch.where(spiked, tracker_before, tracker))
         keeps, stays_at_minimum = keeps + spiked, at_minimum + spiked.float()
@@ -406,10 +411,14 @@ def _update(fields: tuple[Any, ...], limits: Any) -> None:
     torch.gt(state.left, state.right, out=state.bits)
     if norm is not None:
         state.norm.copy_(norm.reshape(()))
-        state.status.add_(2).add_(spiked, alpha=4)
+        state.status.add_(2)
+    if may_spike:
+        state.status.add_(spiked, alpha=4)
     place = torch.bitwise_and(state.steps, state_layout.RING_STEPS - 1)
     state.ring.index_copy_(0, place, state.row)
     torch.addcmul(state.grows, state.counters, state.stays, out=state.counters)
+    if has_version:
+        state.tracker, state.known = growth_tracker, (interval, growth_tracker._version)
 
 
 def _update_by_torch(

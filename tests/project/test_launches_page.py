@@ -32,8 +32,8 @@ def measured_sources() -> list[str]:
     def profile(frame: Any, event: str, _: object) -> None:
         entered.add(frame.f_code.co_filename)
 
-    for make in launches.CALLS.values():
-        call: Any = make(GradScaler, 10)
+    for path in launches.CALLS:
+        call = launches.call_of(path, GradScaler, 10)
         call()
         sys.setprofile(profile)
         call()
