@@ -29,7 +29,9 @@ _DTYPES = {
     *(torch.complex64, torch.complex128),
 }
 # Rows of a table that is added when the others are full.
-_ROWS = 256
+_ROWS = 32
+# What holds no tensors, as most arguments that are none.
+_PLAIN = {bool, float, int, str, type(None)}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,32 @@ class _Call:
     outputs: list[_Value] = field(default_factory=list)
 
 
+class _Table:
+    """Rows for the sums of squares and largest magnitudes of tensors of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows = torch.zeros(_ROWS, 2, dtype=torch.float64, device=device)
+        self._run = backends.choose().kernels_for(device).run
+        flag = torch.zeros((), device=device)
+        # Made at once, as a view for each read takes as long as the read.
+        self._passes = [
+            Pass(False, Factor.NONE, found_inf=flag, accumulate=False, sums=row)
+            for row in self.rows.unbind()
+        ]
+
+    def read(self, tensor: Tensor, number: int) -> None:
+        """Writes a row; NaN wins over other magnitudes."""
+        if hasattr(tensor, "to_local"):
+            with torch.no_grad():
+                tensor = tensor.to_local()
+        grads = core.list_of([tensor], self.device)
+        if grads is None:
+            TORCH_OPS.run(TensorList.of([tensor.detach()]), self._passes[number])
+        else:
+            self._run(grads, self._passes[number])
+
+
 class _Pass:
     """One forward pass of the model, and its backward."""
 
@@ -99,7 +127,7 @@ class _Pass:
         # Calls in the order of their ends; those that run now, from the outside.
         self.ended: list[_Call] = []
         self.running: list[_Call] = []
-        self.tables: list[Tensor] = []
+        self.tables: list[_Table] = []
         self.rows = 0
         # Rows in the order in which gradients came.
         self.gradients: list[int] = []
@@ -133,23 +161,15 @@ class _Pass:
         self.gradients.append(row)
 
     def _measure(self, tensor: Tensor) -> int:
-        """Writes the largest magnitude of a tensor to a new row; NaN wins."""
-        with torch.no_grad():
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            local = local.detach()
+        """Writes the largest magnitude of a tensor to a new row."""
         number = self.rows % _ROWS
-        if number == 0 or self.tables[-1].device != local.device:
+        if number == 0 or self.tables[-1].device != tensor.device:
             self.rows += -self.rows % _ROWS
             number = 0
-            self.tables.append(torch.zeros(_ROWS, 2, dtype=torch.float64, device=local.device))
+            self.tables.append(_Table(tensor.device))
         row = self.rows
         self.rows += 1
-        work = Pass(False, Factor.NONE, sums=self.tables[-1][number])
-        grads = core.list_of([local], local.device)
-        if grads is None:
-            TORCH_OPS.run(TensorList.of([local]), work)
-        else:
-            backends.choose().kernels_for(local.device).run(grads, work)
+        self.tables[-1].read(tensor, number)
         return row
 
 
@@ -192,8 +212,8 @@ class NonFiniteFinder:
         tables = [table for each in self._passes for table in each.tables]
         if not tables:
             return None
-        device = tables[0].device
-        on_host = iter(torch.cat([table.to(device) for table in tables])[:, 1].tolist())
+        rows = [table.rows.to(tables[0].device) for table in tables]
+        on_host = iter(torch.cat(rows)[:, 1].tolist())
         peaks = [list(islice(on_host, _ROWS * len(each.tables))) for each in self._passes]
         pairs = zip(reversed(self._passes), reversed(peaks), strict=True)
         for ago, (each, found) in enumerate(pairs):
@@ -277,9 +297,18 @@ def _is_in_backward() -> bool:
 
 def _floating(values: Any) -> Iterator[Tensor]:
     """The tensors in a structure whose values may be infinite."""
-    for each in tree_leaves(values):
-        if isinstance(each, Tensor) and each.dtype in _DTYPES and not each.is_meta:
-            yield each
+    if isinstance(values, Tensor):
+        if values.dtype in _DTYPES and not values.is_meta:
+            yield values
+    elif type(values) in (tuple, list):
+        for each in values:
+            yield from _floating(each)
+    elif type(values) is dict:
+        yield from _floating(tuple(values.values()))
+    elif type(values) not in _PLAIN:
+        leaves = tree_leaves(values)
+        if leaves and leaves[0] is not values:  # else it is a leaf
+            yield from _floating(leaves)
 
 
 def find_nonfinite(model: torch.nn.Module) -> NonFiniteFinder:
