@@ -28,6 +28,7 @@ from . import (
     steps,
     tables,
     training,
+    watched,
 )
 from .machine import REPOSITORY, OtherPrograms, default_device, new_results
 from .results import Results
@@ -44,6 +45,7 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
     "steps": lambda on: kernels.lists_jobs(on, steps.measure),
     "tracking": steps.tracking_jobs,
+    "watched": watched.jobs,
     "masters": master_weights.jobs,
     "decisive": decisive.jobs,
 }

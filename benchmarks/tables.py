@@ -60,6 +60,11 @@ SUBJECTS = {
         "Cost of tracking each parameter",
         "Over none is relative to the same without tracking.",
     ),
+    "watched": (
+        "Training steps under find_nonfinite",
+        "Forward, backward and the optimizer's step, without a scaler. Over none is relative to a "
+        "step without find_nonfinite.",
+    ),
     "masters": (
         "Steps with float32 master weights",
         "Check, unscaling, cast, clipping, rounding back and scale update, of float16 parameters "

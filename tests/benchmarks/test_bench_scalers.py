@@ -9,10 +9,13 @@ import torch
 from simulated import SMALL, HostQueue, on
 
 import ampfast
+from ampfast.find_nonfinite import NonFiniteFinder
 from benchmarks import clipping, kernels, machine, master_weights, steps, tables, timing
+from benchmarks import watched as watched_steps
 from benchmarks.cases import CASES
 from benchmarks.clipping import CLIP, DEFERRED_CLIP
 from benchmarks.master_weights import CLIPPED_MASTERS, MASTERS
+from benchmarks.nets import perceptron
 from benchmarks.steps import FUSED_STEP, PATHS, STEP, STEP_AND_UPDATE, TRACKED, UNSCALE, Curve
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -170,6 +173,19 @@ def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, what, name, spoil, tol
     spoiled(monkeypatch, name, spoil)
     with pytest.raises(AssertionError, match=told):
         MEASURED[what][0](on())
+
+
+@pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
+def test_watched_steps_are_timed_beside_others(monkeypatch, queue):
+    net = perceptron(2, 8, 4)
+    plain, watched = watched_steps.measure(net, on(queue)).rows
+    assert [row.call for row in (plain, watched)] == ["AdamW", "AdamW, find_nonfinite"]
+    assert plain.over_none is None and watched.over_none > 0
+    monkeypatch.setattr(NonFiniteFinder, "_fault_of", lambda *arguments: None)
+    with pytest.raises(
+        AssertionError, match=r"layers.0.weight is infinite, and the report is None"
+    ):
+        watched_steps.measure(net, on(queue))
 
 
 @pytest.mark.parametrize("measure", [steps.measure, clipping.measure, kernels.measure])
