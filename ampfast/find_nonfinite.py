@@ -73,7 +73,7 @@ class ModuleFault:
         return f"{name} ({self.type}): {what} {became} in {dtype} ({told})"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Value:
     """A tensor of a pass: the rows of the largest magnitudes of itself and of its gradients.
 
@@ -82,10 +82,10 @@ class _Value:
 
     row: int | None
     dtype: torch.dtype
-    gradients: list[int] = field(default_factory=list)
+    gradients: tuple[int, ...] = ()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Call:
     """A module's call: its place among the modules, what it was given and what it returned."""
 
@@ -121,9 +121,15 @@ class _Table:
 
 
 class _Pass:
-    """One forward pass of the model, and its backward."""
+    """One forward pass of the model, and its backward.
 
-    def __init__(self) -> None:
+    Args:
+        unused: Tables of earlier passes, to take from. New ones at every pass would have Python
+            collect garbage for as long as the reads take.
+    """
+
+    def __init__(self, unused: list[_Table]) -> None:
+        self._unused = unused
         # Calls in the order of their ends; those that run now, from the outside.
         self.ended: list[_Call] = []
         self.running: list[_Call] = []
@@ -155,9 +161,14 @@ class _Pass:
         """Ends the forward pass: tensors may be freed, and others come to their addresses."""
         self._values.clear()
 
+    def drop(self) -> None:
+        """Gives its tables to later passes; a backward that still comes has others."""
+        self._unused += self.tables
+        self.tables, self.rows = [], 0
+
     def _came(self, value: _Value, gradient: Tensor) -> None:
         row = self._measure(gradient)
-        value.gradients.append(row)
+        value.gradients += (row,)
         self.gradients.append(row)
 
     def _measure(self, tensor: Tensor) -> int:
@@ -166,7 +177,10 @@ class _Pass:
         if number == 0 or self.tables[-1].device != tensor.device:
             self.rows += -self.rows % _ROWS
             number = 0
-            self.tables.append(_Table(tensor.device))
+            if self._unused and self._unused[-1].device == tensor.device:
+                self.tables.append(self._unused.pop())
+            else:
+                self.tables.append(_Table(tensor.device))
         row = self.rows
         self.rows += 1
         self.tables[-1].read(tensor, number)
@@ -181,7 +195,8 @@ class NonFiniteFinder:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(model.named_modules())
-        self._passes: deque[_Pass] = deque(maxlen=_KEPT)
+        self._passes: deque[_Pass] = deque()
+        self._unused: list[_Table] = []
         self._handles: list[Any] = []
         for number, (_, module) in enumerate(self._modules):
             before, after = partial(self._before, number), partial(self._after, number)
@@ -267,7 +282,9 @@ class NonFiniteFinder:
     def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
         is_again = _is_in_backward()
         if not is_again and (not self._passes or self._passes[-1].is_over_before(number)):
-            self._passes.append(_Pass())
+            self._passes.append(_Pass(self._unused))
+            if len(self._passes) > _KEPT:
+                self._passes.popleft().drop()
         if not self._passes:
             return
         one = self._passes[-1]

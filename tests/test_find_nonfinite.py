@@ -261,6 +261,20 @@ def test_an_earlier_pass_is_found_as_long_as_it_is_kept() -> None:
     assert finder.report() is None
 
 
+def test_a_late_backward_of_a_dropped_pass_spoils_no_later_one() -> None:
+    model = net_around(nn.Tanh())
+    with ampfast.find_nonfinite(model) as finder:
+        late = model(torch.rand(4, 8)).sum()
+        for _ in range(64 + 8):
+            train(model)
+        assert len(finder._passes) == 64
+        late.backward(torch.tensor(INF))
+        assert finder.report() is None
+        train(model, torch.full((4, 8), INF))
+        fault = finder.report()
+        assert fault is not None and fault.passes_ago == 0
+
+
 def test_the_newest_fault_is_told() -> None:
     model = net_around(Op(lambda x: x * INF))
     finder = ampfast.find_nonfinite(model)

@@ -182,9 +182,7 @@ def test_watched_steps_are_timed_beside_others(monkeypatch, queue):
     assert [row.call for row in (plain, watched)] == ["AdamW", "AdamW, find_nonfinite"]
     assert plain.over_none is None and watched.over_none > 0
     monkeypatch.setattr(NonFiniteFinder, "_fault_of", lambda *arguments: None)
-    with pytest.raises(
-        AssertionError, match=r"layers.0.weight is infinite, and the report is None"
-    ):
+    with pytest.raises(AssertionError, match=r"layers.0.weight is infinite, and the report"):
         watched_steps.measure(net, on(queue))
 
 
