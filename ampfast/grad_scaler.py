@@ -851,7 +851,7 @@ class GradScaler(Passes):
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))
+        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))[0]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         if overrides(self, _HOOKS):

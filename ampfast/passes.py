@@ -166,7 +166,7 @@ class Passes(TorchGradScaler):
             if agreement is not None:
                 work = work._replace(ending=None)
             mark = None if turn is None else partial(begin, [turn], agreement)
-            flags = grads.run(work, before_write=mark)
+            flags, _ = grads.run(work, before_write=mark)
         observed: list[Tensor] = []
         if follower is not None and work.sums is not None:
             observed = [work.sums[1]]
