@@ -147,15 +147,15 @@ class Passes(TorchGradScaler):
         follower, agreement, flag = self._loss_scale.follower, None, None
         if follower is not None and observes:
             work = follower.before(work, scale.device)
-        marked: Pass | None = work
-        if self._track is not None:
-            marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
             if turn is not None:
                 turn.agreement = agreement
-            if marked is not None and marked.ending is not None:
-                marked = riding(marked, None)  # the ranks agree first
+            if work.ending is not None:
+                work = riding(work, None)  # the ranks agree first
+        marked: Pass | None = work
+        if self._track is not None:
+            marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if marked is not None:
             flag = self._kernels.pass_over(optimizer, turn, UNSCALED, marked, allow_fp16, scale)
         if flag is not None:
@@ -163,13 +163,9 @@ class Passes(TorchGradScaler):
         else:
             grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
             agreement = self._agreement(grads)
-            if agreement is not None:
-                work = work._replace(ending=None)
             mark = None if turn is None else partial(begin, [turn], agreement)
             flags, _ = grads.run(work, before_write=mark)
-        observed: list[Tensor] = []
-        if follower is not None and work.sums is not None:
-            observed = [work.sums[1]]
+        observed = [] if work.sums is None else [work.sums[1]]
         if follower is not None and agreement is None:
             follower.observed += observed
         if turn is not None:
