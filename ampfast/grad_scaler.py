@@ -356,7 +356,7 @@ class GradScaler(Passes):
         try:
             # One that was to divide still has scaled gradients.
             if divides_by_itself(optimizer) or turn.divisor is not None:
-                result = self._step_fused(optimizer, turn, args, kwargs)
+                result = self._step_fused(optimizer, turn, scale, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
@@ -973,7 +973,7 @@ class GradScaler(Passes):
     def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
         if self._skip_above is not None:
-            self._unscale_below_limit(optimizer, turn, scale, defers=False)
+            self._unscale_below(self._skip_above, optimizer, turn, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
@@ -986,13 +986,14 @@ class GradScaler(Passes):
         self,
         optimizer: torch.optim.Optimizer,
         turn: Turn,
+        scale: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
         """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
         if takes_grad_scaler(optimizer.step):
             return legacy_step(optimizer, self, args, kwargs)
-        found_inf, grad_scale = self._found_by_division(optimizer, turn)
+        found_inf, grad_scale = self._found_by_division(optimizer, turn, scale)
         flags = turn["found_inf_per_device"]
         turn.last_flags = flags  # there may be none
         try:
@@ -1017,11 +1018,10 @@ class GradScaler(Passes):
             except AttributeError:
                 pass
 
-    def _found_by_division(self, optimizer: torch.optim.Optimizer, turn: Turn) -> tuple[Any, Any]:
+    def _found_by_division(
+        self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
+    ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        scale = self._scale
-        if scale is None:
-            raise AssertionError("_scale is None in step")
         casts_or_reads = isinstance(optimizer, MasterWeights) or self._is_guard
         if casts_or_reads and turn["stage"] is READY:
             self.unscale_(optimizer)

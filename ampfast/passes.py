@@ -232,7 +232,7 @@ class Passes(TorchGradScaler):
         if self._skip_above is not None:
             # Not in its own, since nothing is written: a step that raises may be repeated.
             found = new_turn()
-            self._unscale_below_limit(optimizer, found, scale, defers=True)
+            self._unscale_below(self._skip_above, optimizer, found, scale, defers=True)
             turn["found_inf_per_device"] = found["found_inf_per_device"]
             return found.divisor
         work, ending = self._check_pass, None
@@ -242,13 +242,11 @@ class Passes(TorchGradScaler):
         turn["found_inf_per_device"] = self._pass(optimizer, None, work, scale)
         return ending.divisor if ending is not None and ending.applied else scale.clone()
 
-    def _unscale_below_limit(
-        self, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool
+    def _unscale_below(
+        self, limit: float | Sigmas, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool
     ) -> None:
         """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
-        if self._skip_above is None:
-            raise AssertionError("there is no limit")
-        spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
+        spikes = self._spike_rules.rule([optimizer], limit, scale.device)
         norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], turns=[turn])
         self._record([optimizer], norm, 2.0, spikes)
 
