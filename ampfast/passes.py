@@ -215,7 +215,7 @@ class Passes(TorchGradScaler):
         if not self._enabled:
             return {}
         turn = self._last_turns.get(optimizer)
-        flags = None if turn is None else turn.flags
+        flags = None if turn is None else turn.get("found_inf_per_device") or turn.last_flags
         if flags is None:
             raise LookupError(
                 f"this optimizer ({type(optimizer).__name__}) was never checked: "
