@@ -509,11 +509,11 @@ class GradScaler(Passes):
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
+        defers = [False] * len(optimizers)
         if not self._enabled:
-            defers = [False] * len(optimizers)
             return self._clip(optimizers, None, limit, order, None, defers)
-        scale = self._scale
-        if scale is None or self._growth_tracker is None or overrides(self, _HOOKS):
+        scale, overridden = self._scale, overrides(self, _HOOKS)
+        if scale is None or self._growth_tracker is None or overridden:
             scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), NO_TURN)
@@ -523,8 +523,6 @@ class GradScaler(Passes):
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
-        overridden = overrides(self, _HOOKS)
-        defers = [False] * len(optimizers)
         for number, each in enumerate(optimizers if not in_place else ()):
             defers[number] = clipping.can_defer(each, overridden)
         spikes = None
