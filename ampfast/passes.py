@@ -346,7 +346,13 @@ class Passes(TorchGradScaler):
         self, optimizers: list[Any], turns: list[Turn], scale: Tensor, allow_fp16: bool = False
     ) -> list[clipping.NormTerm]:
         """Unscales gradients that share memory, each as often as it is listed, as torch does."""
-        self._warn_of_shared_memory()
+        if not self._warned_of_shared_memory:
+            self._warned_of_shared_memory = True
+            warn_caller(
+                "Some gradients share memory, as those of a parameter that is listed twice: as by "
+                "torch, what they share is unscaled, counted in the norm and clipped once for "
+                "each of them. List each parameter once."
+            )
         terms = [
             self._norm_term(each, scale, writes=True, allow_fp16=allow_fp16) for each in optimizers
         ]
@@ -383,15 +389,6 @@ class Passes(TorchGradScaler):
         finally:
             for grad, values in reversed(saved):
                 grad.copy_(values)
-
-    def _warn_of_shared_memory(self) -> None:
-        if not self._warned_of_shared_memory:
-            self._warned_of_shared_memory = True
-            warn_caller(
-                "Some gradients share memory, as those of a parameter that is listed twice: as by "
-                "torch, what they share is unscaled, counted in the norm and clipped once for "
-                "each of them. List each parameter once."
-            )
 
     def _clip_over(
         self,
