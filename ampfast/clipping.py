@@ -176,6 +176,16 @@ def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, and_found: bool) 
         turn["found_inf_per_device"] = term.flags = flags
 
 
+def give_flags(
+    terms: list[NormTerm], turns: Sequence[Any], defers: list[bool], divisor: Tensor | None
+) -> None:
+    """Gives turns the flags of their terms, and the divisor of a clip that their step does."""
+    for turn, term, deferred in zip(turns, terms, defers, strict=True):
+        if deferred:
+            turn.divisor = divisor
+        turn["found_inf_per_device"] = term.flags
+
+
 def share_memory(terms: list[NormTerm]) -> bool:
     """Whether gradients of these terms share memory; those of one parameter, listed twice, do."""
     return lists_share_memory([group for term in terms for group in term.grads.groups])

@@ -308,10 +308,7 @@ class Passes(TorchGradScaler):
         if scale is not None:
             clipping.skip_together(terms, scale.device)
         # Last: until now the turns say "skip".
-        for turn, term, deferred in zip(turns, terms, defers, strict=True):
-            if deferred:
-                turn.divisor = divisor
-            turn["found_inf_per_device"] = term.flags
+        clipping.give_flags(terms, turns, defers, divisor)
         return norm
 
     def _clip_terms(
