@@ -80,12 +80,8 @@ class Gradients:
         Returns:
             A new found_inf for each device that has a gradient, and the sums of each list.
         """
-        if work.write and work.coefficient is None:
-            # First gradients that torch may refuse, before any other is written.
-            for aside in self.for_torch():
-                torch_ops.require_unscalable(aside)
-        if before_write is not None and work.write and self.lists:
-            before_write()
+        if work.write:
+            self._begin_write(work, before_write)
         sums, own_row = work.sums, None
         if len(self.lists) != 1 or self.layouts:
             work = work._replace(ending=None)
@@ -122,6 +118,14 @@ class Gradients:
         if sums is not None and own_row is None:
             sums[1] = largest([row[1] for row in rows], sums.device)
         return flags, rows
+
+    def _begin_write(self, work: Pass, before_write: Callable[[], None] | None) -> None:
+        if work.coefficient is None:
+            # First gradients that torch may refuse, before any other is written.
+            for aside in self.for_torch():
+                torch_ops.require_unscalable(aside)
+        if before_write is not None and self.lists:
+            before_write()
 
     def _passes(self, work: Pass, reduces: bool) -> Iterator[tuple[Kernels, Batch, Pass]]:
         """Yields each list and its pass, to be run before the next one is asked for."""
