@@ -112,26 +112,22 @@ def get_total_norm(
     Raises:
         RuntimeError: As `clip_grad_norm_`.
     """
-    listed, given, grads = _listed(tensors), _numbers(norm_type), None
-
-    def by_torch() -> Tensor:
-        given = listed if dtype is None else [tensor.to(dtype) for tensor in listed]
-        norm: Tensor = torch_get_total_norm(given, norm_type, error_if_nonfinite, foreach)
-        return norm
-
-    if torch.compiler.is_compiling():
-        return by_torch()
-    kernels = _kernels_for(listed[0] if listed else None)
-    if given is not None and kernels is not None and not _refuses(listed, given[0]):
-        grads = core.list_of(listed, listed[0].device)
-    if kernels is None or given is None or grads is None:
-        return by_torch()
-    clip = _clip_of(kernels, grads, *given, dtype is torch.float64)
-    kernels.clip(clip)
-    norm = clip.norm.to(dtype or grads.dtype)
-    if error_if_nonfinite:
-        torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
-    return norm
+    listed, given = _listed(tensors), _numbers(norm_type)
+    if not torch.compiler.is_compiling():
+        kernels = _kernels_for(listed[0] if listed else None)
+        if given is not None and kernels is not None and not _refuses(listed, given[0]):
+            grads = core.list_of(listed, listed[0].device)
+            if grads is not None:
+                clip = _clip_of(kernels, grads, *given, dtype is torch.float64)
+                kernels.clip(clip)
+                norm = clip.norm.to(dtype or grads.dtype)
+                if error_if_nonfinite:
+                    torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
+                return norm
+    if dtype is not None:
+        listed = [tensor.to(dtype) for tensor in listed]
+    by_torch: Tensor = torch_get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
+    return by_torch
 
 
 def clip_grads_with_norm_(

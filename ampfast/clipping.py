@@ -206,7 +206,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
     flags: dict[torch.device, list[Tensor]] = {}
     split = [term.grads] if agreement is None else _split(term, agreement)
     for grads, counts in zip(split, (True, False), strict=False):
-        found, sums = grads.measure(work)
+        found, sums = grads.run(work, reduces=False)
         term.sums += sums
         term.counted += sums if counts else []
         for device, flag in found.items():

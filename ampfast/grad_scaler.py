@@ -303,9 +303,6 @@ class GradScaler(Passes):
         """
         if not self._enabled:
             return
-        if overrides(self, _HOOKS):
-            self._unscale_by_torch(optimizer)
-            return
         scale = self._scale
         if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("unscale_")
@@ -313,7 +310,11 @@ class GradScaler(Passes):
         if turn["stage"] is UNSCALED or turn["stage"] is STEPPED:
             raise _not_ready(turn, "clip_grad_norm_() unscales, too.")
         try:
-            self._unscale(optimizer, turn, scale)
+            if overrides(self, _HOOKS):
+                TorchGradScaler.unscale_(self, optimizer)
+                self._agree_beside_hooks(optimizer)
+            else:
+                self._unscale(optimizer, turn, scale)
         except AttributeError as error:
             explain(error, optimizer, "param_groups")
             raise
@@ -337,8 +338,9 @@ class GradScaler(Passes):
                 capture that cannot skip the step; its text names what can.
             ValueError: As `unscale_`.
         """
-        if not self._enabled or overrides(self, _HOOKS) or "closure" in kwargs:
-            return self._step_by_torch(optimizer, args, kwargs)
+        overridden = overrides(self, _HOOKS)
+        if not self._enabled or "closure" in kwargs or (overridden and self._scale is None):
+            return self._torchs_step(optimizer, args, kwargs)
         result: float | None
         scale = self._scale
         if scale is None or self._growth_tracker is None:
@@ -354,9 +356,11 @@ class GradScaler(Passes):
         if was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
         try:
+            if overridden:
+                result = self._step_hooked(optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
-            if divides_by_itself(optimizer) or turn.divisor is not None:
-                result = self._step_fused(optimizer, turn, args, kwargs)
+            elif divides_by_itself(optimizer) or turn.divisor is not None:
+                result = self._step_fused(optimizer, turn, scale, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
@@ -370,7 +374,7 @@ class GradScaler(Passes):
             explain(error, optimizer, "param_groups", "step")
             raise
         turn["stage"] = STEPPED
-        if turn.is_late and not was_late:
+        if turn.is_late != was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
@@ -509,11 +513,11 @@ class GradScaler(Passes):
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
+        defers = [False] * len(optimizers)
         if not self._enabled:
-            defers = [False] * len(optimizers)
             return self._clip(optimizers, None, limit, order, None, defers)
-        scale = self._scale
-        if scale is None or self._growth_tracker is None or overrides(self, _HOOKS):
+        scale, overridden = self._scale, overrides(self, _HOOKS)
+        if scale is None or self._growth_tracker is None or overridden:
             scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), NO_TURN)
@@ -523,8 +527,6 @@ class GradScaler(Passes):
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
-        overridden = overrides(self, _HOOKS)
-        defers = [False] * len(optimizers)
         for number, each in enumerate(optimizers if not in_place else ()):
             defers[number] = clipping.can_defer(each, overridden)
         spikes = None
@@ -851,7 +853,7 @@ class GradScaler(Passes):
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))
+        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))[0]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         if overrides(self, _HOOKS):
@@ -886,69 +888,42 @@ class GradScaler(Passes):
             found = bool(sum(flag.item() for flag in flags.values()))
         return None if found else optimizer.step(*args, **kwargs)
 
-    # torch's own methods, which run where a subclass or an instance overrides one of the hooks.
-
-    def _unscale_by_torch(self, optimizer: torch.optim.Optimizer) -> None:
-        try:
-            TorchGradScaler.unscale_(self, optimizer)
-        except AttributeError as error:
-            explain(error, optimizer, "param_groups")
-            raise
-        self._agree_beside_hooks(optimizer)
-
-    def _step_by_torch(
+    def _torchs_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
-        turn, needed = NO_TURN, ["step"]
-        if self._enabled and self._scale is not None and "closure" not in kwargs:
-            turn, needed = self._turn(optimizer), ["param_groups", "step"]
-        was_late = turn.is_late
         try:
-            if (
-                isinstance(optimizer, MasterWeights)
-                and turn is not NO_TURN
-                and turn["stage"] is READY
-            ):
-                self.unscale_(optimizer)  # which casts
-            if turn.agreement is not None and turn["stage"] is UNSCALED and self._scale is not None:
-                # Retries a collective that failed.
-                self._agree(turn, turn.agreement, self._scale.device)
-            if was_late:
-                self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
-            result = self._torchs_step(optimizer, turn, args, kwargs)
+            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
         except AttributeError as error:
-            explain(error, optimizer, *needed)
+            explain(error, optimizer, "step")
             raise
-        if turn.is_late and not was_late:
-            self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
-        return result
 
-    def _torchs_step(
+    def _step_hooked(
         self,
         optimizer: torch.optim.Optimizer,
         turn: Turn,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
-        """torch's `step`, but for an optimizer that it would misjudge or warn of at this line."""
-        is_refused = turn is NO_TURN or turn["stage"] is STEPPED
-        asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
+        """torch's `step` where a subclass or an instance overrides one of the hooks.
+
+        But for an optimizer that torch would misjudge, or warn of at a line of this file.
+        """
+        if isinstance(optimizer, MasterWeights) and turn["stage"] is READY:
+            self.unscale_(optimizer)  # which casts
+        asks = getattr(optimizer, "_step_supports_amp_scaling", False)
         divides = asks and divides_by_itself(optimizer)
         is_legacy = divides and takes_grad_scaler(optimizer.step)
         if not asks or (divides and not is_legacy):
-            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            return self._torchs_step(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
         if is_legacy:
-            result = legacy_step(optimizer, self, args, kwargs)
-        else:
-            # A wrapper of one that divides is stepped as a plain optimizer.
-            if turn["stage"] is READY:
-                self.unscale_(optimizer)
-            if not turn["found_inf_per_device"]:
-                raise no_inf_checks(optimizer)
-            result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
-        turn["stage"] = STEPPED
-        return result
+            return legacy_step(optimizer, self, args, kwargs)
+        # A wrapper of one that divides is stepped as a plain optimizer.
+        if turn["stage"] is READY:
+            self.unscale_(optimizer)
+        if not turn["found_inf_per_device"]:
+            raise no_inf_checks(optimizer)
+        return self._maybe_opt_step(optimizer, turn, *args, **kwargs)
 
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
         # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
@@ -973,7 +948,7 @@ class GradScaler(Passes):
     def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
         if self._skip_above is not None:
-            self._unscale_below_limit(optimizer, turn, scale, defers=False)
+            self._unscale_below(self._skip_above, optimizer, turn, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
@@ -986,13 +961,14 @@ class GradScaler(Passes):
         self,
         optimizer: torch.optim.Optimizer,
         turn: Turn,
+        scale: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
         """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
         if takes_grad_scaler(optimizer.step):
             return legacy_step(optimizer, self, args, kwargs)
-        found_inf, grad_scale = self._found_by_division(optimizer, turn)
+        found_inf, grad_scale = self._found_by_division(optimizer, turn, scale)
         flags = turn["found_inf_per_device"]
         turn.last_flags = flags  # there may be none
         try:
@@ -1017,11 +993,10 @@ class GradScaler(Passes):
             except AttributeError:
                 pass
 
-    def _found_by_division(self, optimizer: torch.optim.Optimizer, turn: Turn) -> tuple[Any, Any]:
+    def _found_by_division(
+        self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
+    ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        scale = self._scale
-        if scale is None:
-            raise AssertionError("_scale is None in step")
         casts_or_reads = isinstance(optimizer, MasterWeights) or self._is_guard
         if casts_or_reads and turn["stage"] is READY:
             self.unscale_(optimizer)

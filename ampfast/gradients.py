@@ -50,10 +50,6 @@ class Gradients:
         """Layouts of distributed gradients, by parameter number."""
         return self.shards.layouts
 
-    def track(self, device: torch.device) -> Track | None:
-        """Returns the tracking tables on a device, or None."""
-        return None if self.track_on is None else self.track_on(device)
-
     def for_torch(self) -> Iterator[TensorList]:
         """Yields the lists for torch's ops."""
         return (each for _, each in self.lists if isinstance(each, TensorList))
@@ -65,55 +61,84 @@ class Gradients:
         outside = [(kernels, there) for kernels, (_, there) in halves if there.chunks]
         return replace(self, lists=inside), replace(self, lists=outside)
 
-    def run(self, work: Pass, *, before_write: Callable[[], None] | None = None) -> Flags:
-        """Runs a pass; returns a new found_inf for each device that has a gradient.
+    def run(
+        self,
+        work: Pass,
+        *,
+        before_write: Callable[[], None] | None = None,
+        reduces: bool = True,
+    ) -> tuple[Flags, list[Tensor]]:
+        """Runs a pass.
 
         Args:
             work: The pass, with its scalars on any device, and its `found_inf` the initial value of
                 the new flags. Its `sums`, if given, get the largest magnitude of all. Its ending is
                 done if all gradients are in one list.
             before_write: Called right before the first write, after torch's refusals.
+            reduces: Whether ranks reduce partial gradients; else every list has sums.
+
+        Returns:
+            A new found_inf for each device that has a gradient, and the sums of each list.
         """
-        if work.write and work.coefficient is None:
-            # First gradients that torch may refuse, before any other is written.
-            for aside in self.for_torch():
-                torch_ops.require_unscalable(aside)
-        if before_write is not None and work.write and self.lists:
-            before_write()
+        if work.write:
+            self._begin_write(work, before_write)
         sums, own_row = work.sums, None
         if len(self.lists) != 1 or self.layouts:
             work = work._replace(ending=None)
         elif sums is not None and sums.device == self.lists[0][1].device:
             own_row = sums  # which no op need copy
-        running = _Running(self, work, sums is not None, own_row)
-        self._run_lists(running, work)
-        if work.coefficient is None:
-            # All ranks reduce partial gradients here, and check the sums as the optimizer uses
-            # them. torch's op writes as it checks.
-            how = Factor.NONE if work.write else work.how
-            for number, reduced in self.shards.reduced():
-                work = work._replace(write=False, how=how)
-                each = TensorList.of([reduced.clone()], [number])
-                running.over(TORCH_OPS, each, work)
+        flags: Flags = {}
+        rows: list[Tensor] = []
+        factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
+        for kernels, each, given in self._passes(work, reduces):
+            device, row = each.device, None
+            flag, ending = flags.get(device), given.ending
+            if flag is None and given.found_inf is not None:
+                flag = moved(given.found_inf, device, copy=True)
+            if sums is not None or not reduces:
+                row = own_row
+                if row is None:
+                    row = torch.empty(2, dtype=widest(device), device=device)
+                rows.append(row)
+            if ending is not None and ending.scale.device != device:
+                ending = None  # the scale is on another GPU
+            marks, now = (None, None) if self.track_on is None else self.track_on(device)
+            flags[device] = kernels.run(
+                each,
+                given._replace(
+                    factor=None if given.how is Factor.NONE else factor_on(device),
+                    found_inf=flag,
+                    coefficient=coefficient_on(device),
+                    sums=row,
+                    marks=marks,
+                    now=now,
+                    ending=ending,
+                ),
+            )
         if sums is not None and own_row is None:
-            sums[1] = largest([row[1] for row in running.rows], sums.device)
-        return running.flags
+            sums[1] = largest([row[1] for row in rows], sums.device)
+        return flags, rows
 
-    def measure(self, work: Pass) -> tuple[Flags, list[Tensor]]:
-        """Runs a pass as `run`, but leaves partial gradients; returns the sums of each list, too.
+    def _begin_write(self, work: Pass, before_write: Callable[[], None] | None) -> None:
+        if work.coefficient is None:
+            # First gradients that torch may refuse, before any other is written.
+            for aside in self.for_torch():
+                torch_ops.require_unscalable(aside)
+        if before_write is not None and self.lists:
+            before_write()
 
-        Args:
-            work: The pass. One that writes has been refused nothing (`clipping.require_writable`).
-        """
-        running = _Running(self, work, measures=True, row=None)
-        self._run_lists(running, work)
-        return running.flags, running.rows
-
-    def _run_lists(self, running: _Running, work: Pass) -> None:
+    def _passes(self, work: Pass, reduces: bool) -> Iterator[tuple[Kernels, Batch, Pass]]:
+        """Yields each list and its pass, to be run before the next one is asked for."""
         for kernels, each in self.lists:
-            running.over(kernels, each, work)
+            yield kernels, each, work
         if work.write and self.casts is not None:
             self.casts.finish()
+        if reduces and work.coefficient is None:
+            # All ranks reduce partial gradients here, and check the sums as the optimizer uses
+            # them. torch's op writes as it checks.
+            work = work._replace(write=False, how=Factor.NONE if work.write else work.how)
+            for number, reduced in self.shards.reduced():
+                yield TORCH_OPS, TensorList.of([reduced.clone()], [number]), work
 
 
 def collect(
@@ -202,54 +227,6 @@ def unscaling(scale: Tensor | None) -> tuple[Factor, Tensor | None]:
     if scale.dtype is torch.float32:
         return Factor.TIMES_RECIPROCAL, scale
     return Factor.TIMES, inverse(scale)
-
-
-class _Running:
-    """A pass that runs: its scalars on each device, and what it has found there.
-
-    Args:
-        grads: The gradients.
-        work: The pass.
-        measures: Whether each list gets sums.
-        row: Sums for the only list, or None for new ones.
-
-    Attributes:
-        flags: found_inf by device.
-        rows: Sums of each list, on its device.
-    """
-
-    def __init__(self, grads: Gradients, work: Pass, measures: bool, row: Tensor | None) -> None:
-        self.flags: Flags = {}
-        self.rows: list[Tensor] = []
-        self._factor_on, self._coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
-        self._grads, self._measures, self._row = grads, measures, row
-
-    def over(self, kernels: Kernels, each: Batch, work: Pass) -> None:
-        """Runs the pass over a list."""
-        device, row = each.device, None
-        flag, ending = self.flags.get(device), work.ending
-        if flag is None and work.found_inf is not None:
-            flag = moved(work.found_inf, device, copy=True)
-        if self._measures:
-            row = self._row
-            if row is None:
-                row = torch.empty(2, dtype=widest(device), device=device)
-            self.rows.append(row)
-        if ending is not None and ending.scale.device != device:
-            ending = None  # the scale is on another GPU
-        track = self._grads.track(device)
-        self.flags[device] = kernels.run(
-            each,
-            work._replace(
-                factor=None if work.how is Factor.NONE else self._factor_on(device),
-                found_inf=flag,
-                coefficient=self._coefficient_on(device),
-                sums=row,
-                marks=None if track is None else track.marks,
-                now=None if track is None else track.now,
-                ending=ending,
-            ),
-        )
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,18 +47,27 @@ def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> Any:
 
         torch.autograd.Variable._execution_engine.queue_callback(compare)
 
-    def hook(each: Any) -> Any:
-        if isinstance(each, Tensor):
-            if each.requires_grad:
-                each.register_hook(compare_after)
-        elif isinstance(each, (list, tuple)):
-            for part in each:
-                hook(part)
-        elif isinstance(each, Iterable):
-            return map(hook, each)  # an iterator would be used up
-        return each
+    def hook(each: Tensor) -> None:
+        if each.requires_grad:
+            each.register_hook(compare_after)
 
-    return hook(scaled) if unscaled else scaled
+    return visited(scaled, hook) if unscaled else scaled
+
+
+def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:
+    """Visits the tensors that `scale` takes or returns.
+
+    Returns:
+        `outputs`, or what takes the place of an iterator, whose tensors are visited as it is used.
+    """
+    if isinstance(outputs, Tensor):
+        visit(outputs)
+    elif isinstance(outputs, (list, tuple)):
+        for each in outputs:
+            visited(each, visit)
+    elif isinstance(outputs, Iterable):
+        return map(partial(visited, visit=visit), outputs)
+    return outputs
 
 
 def _versions(optimizer: Any) -> list[tuple[int, int]]:

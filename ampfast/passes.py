@@ -147,15 +147,15 @@ class Passes(TorchGradScaler):
         follower, agreement, flag = self._loss_scale.follower, None, None
         if follower is not None and observes:
             work = follower.before(work, scale.device)
-        marked: Pass | None = work
-        if self._track is not None:
-            marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
             if turn is not None:
                 turn.agreement = agreement
-            if marked is not None and marked.ending is not None:
-                marked = riding(marked, None)  # the ranks agree first
+            if work.ending is not None:
+                work = riding(work, None)  # the ranks agree first
+        marked: Pass | None = work
+        if self._track is not None:
+            marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if marked is not None:
             flag = self._kernels.pass_over(optimizer, turn, UNSCALED, marked, allow_fp16, scale)
         if flag is not None:
@@ -163,13 +163,9 @@ class Passes(TorchGradScaler):
         else:
             grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
             agreement = self._agreement(grads)
-            if agreement is not None:
-                work = work._replace(ending=None)
             mark = None if turn is None else partial(begin, [turn], agreement)
-            flags = grads.run(work, before_write=mark)
-        observed: list[Tensor] = []
-        if follower is not None and work.sums is not None:
-            observed = [work.sums[1]]
+            flags, _ = grads.run(work, before_write=mark)
+        observed = [] if work.sums is None else [work.sums[1]]
         if follower is not None and agreement is None:
             follower.observed += observed
         if turn is not None:
@@ -219,7 +215,7 @@ class Passes(TorchGradScaler):
         if not self._enabled:
             return {}
         turn = self._last_turns.get(optimizer)
-        flags = None if turn is None else turn.flags
+        flags = None if turn is None else turn.get("found_inf_per_device") or turn.last_flags
         if flags is None:
             raise LookupError(
                 f"this optimizer ({type(optimizer).__name__}) was never checked: "
@@ -236,7 +232,7 @@ class Passes(TorchGradScaler):
         if self._skip_above is not None:
             # Not in its own, since nothing is written: a step that raises may be repeated.
             found = new_turn()
-            self._unscale_below_limit(optimizer, found, scale, defers=True)
+            self._unscale_below(self._skip_above, optimizer, found, scale, defers=True)
             turn["found_inf_per_device"] = found["found_inf_per_device"]
             return found.divisor
         work, ending = self._check_pass, None
@@ -246,13 +242,11 @@ class Passes(TorchGradScaler):
         turn["found_inf_per_device"] = self._pass(optimizer, None, work, scale)
         return ending.divisor if ending is not None and ending.applied else scale.clone()
 
-    def _unscale_below_limit(
-        self, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool
+    def _unscale_below(
+        self, limit: float | Sigmas, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool
     ) -> None:
         """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
-        if self._skip_above is None:
-            raise AssertionError("there is no limit")
-        spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
+        spikes = self._spike_rules.rule([optimizer], limit, scale.device)
         norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], turns=[turn])
         self._record([optimizer], norm, 2.0, spikes)
 
@@ -349,7 +343,13 @@ class Passes(TorchGradScaler):
         self, optimizers: list[Any], turns: list[Turn], scale: Tensor, allow_fp16: bool = False
     ) -> list[clipping.NormTerm]:
         """Unscales gradients that share memory, each as often as it is listed, as torch does."""
-        self._warn_of_shared_memory()
+        if not self._warned_of_shared_memory:
+            self._warned_of_shared_memory = True
+            warn_caller(
+                "Some gradients share memory, as those of a parameter that is listed twice: as by "
+                "torch, what they share is unscaled, counted in the norm and clipped once for "
+                "each of them. List each parameter once."
+            )
         terms = [
             self._norm_term(each, scale, writes=True, allow_fp16=allow_fp16) for each in optimizers
         ]
@@ -386,15 +386,6 @@ class Passes(TorchGradScaler):
         finally:
             for grad, values in reversed(saved):
                 grad.copy_(values)
-
-    def _warn_of_shared_memory(self) -> None:
-        if not self._warned_of_shared_memory:
-            self._warned_of_shared_memory = True
-            warn_caller(
-                "Some gradients share memory, as those of a parameter that is listed twice: as by "
-                "torch, what they share is unscaled, counted in the norm and clipped once for "
-                "each of them. List each parameter once."
-            )
 
     def _clip_over(
         self,

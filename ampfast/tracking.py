@@ -150,7 +150,7 @@ class Tracking:
         """
         self.is_empty = False
         record = self._records.get(optimizer)
-        listed = [{"params": list(group)} for group in groups]
+        listed = [{"params": group} for group in groups]
         if record is None or not has_parameters(listed, record.groups):
             last, record = record, _Record(groups)
             if last is not None:

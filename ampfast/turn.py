@@ -42,11 +42,6 @@ class Turn(dict[str, Any]):
     ending: Ending | None = None
     is_late = False
 
-    @property
-    def flags(self) -> Flags | None:
-        """The flags of the optimizer's last check, by device; None if it was never checked."""
-        return self.get("found_inf_per_device") or self.last_flags
-
 
 def new_turn() -> Turn:
     """Returns the turn of an optimizer that did nothing yet."""

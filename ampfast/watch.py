@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import wraps
 from statistics import median
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast.hooks import replace_method
+from ampfast.late_backward import visited
 
 _METHODS = ("scale", "unscale_", "clip_grad_norm_", "step", "update", "step_and_update")
 _ENDS = ("update", "step_and_update")
@@ -98,17 +99,13 @@ class Record:
 
     def see(self, outputs: Any) -> Any:
         """Keeps the losses in an argument of `scale`; returns what takes the argument's place."""
-        if isinstance(outputs, Tensor):
-            loss = getattr(outputs, "to_local", lambda: outputs)().detach()
-            self._keep("losses", loss.sum())
-            if loss.numel() != 1:
-                self._keep("elements", checksum(loss))
-        elif isinstance(outputs, (list, tuple)):
-            for each in outputs:
-                self.see(each)
-        elif isinstance(outputs, Iterable):
-            return map(self.see, outputs)  # `scale` takes them later, too
-        return outputs
+        return visited(outputs, self._see_loss)
+
+    def _see_loss(self, loss: Tensor) -> None:
+        loss = getattr(loss, "to_local", lambda: loss)().detach()
+        self._keep("losses", loss.sum())
+        if loss.numel() != 1:
+            self._keep("elements", checksum(loss))
 
     def see_state(self) -> None:
         """Keeps the scale and the flags that `update` is about to use."""

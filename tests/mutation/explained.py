@@ -268,12 +268,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Measures or tries what is then not taken.": [
-        (
-            "Passes._pass",
-            "follower is not None and work.sums is not None",
-            "work.sums is not None",
-            1,
-        ),
         ("Passes._checked_by_scale", "True", "False", 1),
         ("Passes._clip", "left is not None and any(defers)", "left is not None", 1),
     ],
