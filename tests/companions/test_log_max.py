@@ -140,21 +140,6 @@ def test_device_kernels_follow_the_rule(launcher: ReferenceLauncher, make: Any) 
         loop.step(peak, list(WAYS.values())[turn % len(WAYS)])
 
 
-def test_no_launch_is_added(launcher: ReferenceLauncher) -> None:
-    counts = []
-    for policy in (None, LogMax()):
-        scaler = ampfast.GradScaler("cpu", policy=policy)
-        param = nn.Parameter(torch.zeros(3))
-        optimizer = fused([param])
-        for _ in range(2):
-            scaler.scale(param.sum()).backward()
-            launcher.launches.clear()
-            launcher.read = 0
-            stepped(scaler, optimizer)
-        counts.append((launcher.launches[:], launcher.read))
-    assert counts[0] == counts[1]
-
-
 def test_the_largest_of_several_optimizers_counts() -> None:
     loop, other = Loop(), Loop(fused)
     other.scaler = loop.scaler

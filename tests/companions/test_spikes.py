@@ -16,7 +16,6 @@ import pytest
 import torch
 from support.captures import OnGpu
 from support.comparison import assert_same
-from support.reference_launcher import ReferenceLauncher
 from support.spike_model import Rule, random_norms
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -548,31 +547,6 @@ def test_a_gpu_warns_from_a_copy_that_has_arrived(monkeypatch: pytest.MonkeyPatc
 # Costs
 
 
-@pytest.mark.parametrize("above", [20.0, Sigmas(6.0, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("make", "in_place"), [(adam, True), (fused_adam, True), (fused_adam, False)]
-)
-def test_one_launch_is_added_at_most(
-    launcher: ReferenceLauncher, make: Any, in_place: bool, above: Any
-) -> None:
-    counts = []
-    for limit in (None, above):
-        loop = Loop(make)
-        for norm in (1.0, 1.1, 50.0):
-            launcher.launches.clear()
-            launcher.read = launcher.written = 0
-            loop.clip(norm, limit, in_place=in_place)
-            loop.scaler.step(loop.optimizer)
-            loop.scaler.update()
-        counts.append((launcher.launches[:], launcher.read, launcher.written))
-        assert loop.scaler.stats().spikes == (limit is not None)
-    (plain, *bytes_of_plain), (limited, *bytes_of_limited) = counts
-    # Without a limit a clip in place computes the coefficient in the launch that multiplies.
-    assert limited == (["check", "clip", "unscale", "update"] if in_place else plain)
-    assert [each for each in limited if each != "clip" or not in_place] == plain
-    assert bytes_of_plain == bytes_of_limited
-
-
 def test_one_flag_is_written_in_place_after_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("an operator for the flag of a single list")
@@ -795,23 +769,6 @@ def test_a_capture_refuses_to_tell_the_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a question that the host asks"):
         loop.scaler.skip_reason(loop.optimizer)
-
-
-class Slotted:
-    __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "inner")
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self._step_supports_amp_scaling = inner, False
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def step(self) -> None:
-        self.inner.step()
 
 
 def test_only_sigmas_add_to_a_checkpoint() -> None:
