@@ -24,7 +24,7 @@ TESTS = tuple(
         *("device_hosts", "differences", "differences_fused", "differences_sgd"),
         *("clipping", "failing_collectives", "found_inf", "refusals"),
         *("health", "hooks", "lazy_copies", "overflow_report", "projects", "report", "skip_above"),
-        *("scale_state", "state", "parameter_names", "scale_state_saved", "raw_calls", "frames"),
+        *("scale_state", "state", "raw_calls", "frames"),
         *(
             "step_and_update",
             "torch_suite_gaps",
