@@ -18,9 +18,6 @@ from support.twins import Side, side
 
 from ampfast import GradScaler, errors
 
-OptState = torch.amp.grad_scaler.OptState
-
-
 # Constructor
 
 
@@ -138,20 +135,6 @@ def test_starts_at_the_first_scaled_tensor() -> None:
     _, scale, tracker, _ = agree(start).value
     assert scale.dtype == torch.float32 and tracker.dtype == torch.int32
     assert scale.dim() == tracker.dim() == 0
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")], ids=repr)
-def test_started_by_hand(device: Any) -> None:
-    def start(scaler_type: Scaler) -> Any:
-        scaler = scaler_type("cpu")
-        scaler._lazy_init_scale_growth_tracker(device)
-        return [scaler._scale, scaler._growth_tracker]
-
-    agree(start)
-
-
-def test_started_twice() -> None:
-    agree(lambda scaler_type: started(scaler_type)._lazy_init_scale_growth_tracker("cpu"))
 
 
 @pytest.mark.parametrize("call", ["step", "unscale_", "update", "_check_inf_per_device"])
@@ -274,21 +257,6 @@ ERRORS = {
 @pytest.mark.parametrize("scenario", ERRORS.values(), ids=ERRORS)
 def test_errors(scenario: Any) -> None:
     assert agree(scenario).error is not None
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_half_gradients_raise_before_anything_is_modified(call: str) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler = started(scaler_type)
-        gradients = [torch.full((3,), 8.0), torch.full((2,), 8.0, dtype=torch.float16)]
-        optimizer = sgd_with(*gradients)
-        with pytest.raises(ValueError) as caught:
-            getattr(scaler, call)(optimizer)
-        record = scaler._per_optimizer_states[id(optimizer)]
-        flags = dict(record["found_inf_per_device"])
-        return [gradients, str(caught.value), record["stage"], flags]
-
-    assert_same(agree(use).value[0][0], torch.full((3,), 8.0))
 
 
 # Threads

@@ -7,7 +7,6 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -192,17 +190,6 @@ def test_chunks_of_100_000_tensors() -> None:
 def test_enough_chunks_are_at_least_one() -> None:
     with pytest.raises(RuntimeError, match="the number of chunks must be positive, got 0"):
         _C.set_chunks(enough=0)
-
-
-@pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), cpu])
-def test_an_update_in_one_call(kernels: Any) -> None:
-    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
-    before = scale._version
-    for found, wanted in ((0.0, 6.0), (1.0, 3.0)):
-        flags = [torch.tensor(0.0), torch.tensor(found)]
-        assert kernels.update(Update(scale, tracker, flags, 3.0, 0.5, 1)) is True
-        assert scale.item() == wanted
-    assert scale._version == before + 2
 
 
 def test_an_update_without_a_state_cannot_be_undone() -> None:

@@ -80,20 +80,6 @@ def test_params_may_be_any_iterable(container: str) -> None:
     assert_same(*sides)
 
 
-def test_groups_that_can_be_walked_only_once() -> None:
-    sides = []
-    for scaler_type in (GradScaler, TorchScaler):
-        params = [parameter_with(g) for g in grads_of(6)]
-
-        class Once:
-            param_groups = [{"params": iter(params)}]  # noqa: RUF012
-
-        scaler = started(scaler_type)
-        scaler.unscale_(Once)
-        sides.append([p.grad for p in params])
-    assert_same(*sides)
-
-
 class Counted(torch.nn.Parameter):
     """Counts reads of its gradient."""
 
@@ -170,59 +156,6 @@ def test_a_subclass_property_that_gives_no_tensor() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600
     )
     assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr
-
-
-def test_memory_that_was_freed_is_not_touched() -> None:
-    good, freed = parameter_with(torch.ones(2)), parameter_with(torch.ones(1000))
-    freed.grad.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="storage"):
-        started().unscale_(Groups(lambda: [{"params": [good, freed]}]))
-    assert good.grad.tolist() == [1.0, 1.0]
-
-
-def test_a_graph_that_saved_a_gradient_can_still_run_as_in_torch() -> None:
-    sides = []
-    for scaler_type in (GradScaler, TorchScaler):
-        saved, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
-        product = (leaf * saved).sum()
-        params = [parameter_with(saved)]
-        started(scaler_type).unscale_(Groups(lambda params=params: [{"params": params}]))
-        product.backward()
-        sides.append((leaf.grad, saved, saved._version))
-    assert_same(*sides)
-
-
-@pytest.mark.parametrize("wrong", [None, 3, "weight", [torch.ones(1)]])
-def test_params_that_are_no_tensors(wrong: Any) -> None:
-    texts = []
-    for scaler_type in (GradScaler, TorchScaler):
-        good = parameter_with(torch.ones(2))
-        with pytest.raises(AssertionError) as raised:
-            started(scaler_type).unscale_(Groups(lambda g=good: [{"params": [g, wrong]}]))
-        assert good.grad.tolist() == [1.0, 1.0]
-        texts.append(str(raised.value))
-    assert_same(*texts)
-
-
-def test_plain_tensors_are_parameters_too() -> None:
-    sides = []
-    for scaler_type in (GradScaler, TorchScaler):
-        tensor = torch.ones(3, requires_grad=True)
-        tensor.grad = torch.tensor([1.0, 2.0, 3.0])
-        started(scaler_type).unscale_(Groups(lambda t=tensor: [{"params": [t, torch.ones(2)]}]))
-        sides.append(tensor.grad)
-    assert_same(*sides)
-
-
-def test_one_gradient_of_several_parameters_is_unscaled_for_each() -> None:
-    for count in (2, 5):
-        sides = []
-        for scaler_type in (GradScaler, TorchScaler):
-            shared = torch.tensor([1.0, 10.0])
-            params = [parameter_with(shared) for _ in range(count)]
-            started(scaler_type).unscale_(Groups(lambda p=params: [{"params": p}]))
-            sides.append(shared)
-        assert_same(*sides)
 
 
 def test_nothing_is_kept_after_the_call() -> None:
@@ -315,26 +248,6 @@ def random_life(scaler_type: type, seed: int) -> list[Any]:
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_replaced_freed_and_reallocated(seed: int) -> None:
     assert_same(random_life(GradScaler, seed), random_life(TorchScaler, seed))
-
-
-def test_groups_added_and_swapped() -> None:
-    sides = []
-    for scaler_type in (GradScaler, TorchScaler):
-        scaler = started(scaler_type)
-        params = [parameter_with(g) for g in grads_of(10)]
-        optimizer = torch.optim.SGD(params[:4], lr=0.5)
-        for step in range(4):
-            if step == 1:
-                optimizer.add_param_group({"params": params[4:7], "lr": 0.1})
-            if step == 2:
-                optimizer.param_groups = [{**optimizer.param_groups[1], "params": params[6:]}]
-            for index, p in enumerate(params):
-                p.grad = grads_of(10, seed=step)[index]
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        sides.append([(p.detach(), p.grad) for p in params])
-    assert_same(*sides)
 
 
 @pytest.mark.slow

@@ -204,13 +204,6 @@ def test_an_argument_takes_the_place_of_the_limit() -> None:
     assert scaler.skip_reason(optimizer) is None
 
 
-def test_an_overflow_is_no_spike() -> None:
-    optimizer, scaler = sgd_with(torch.tensor([INF, 1.0])), started(GradScaler, skip_above=0.5)
-    scaler.step(optimizer)
-    scaler.update()
-    assert (scaler.skip_reason(optimizer), scaler.get_scale()) == ("overflow", 4.0)
-
-
 @pytest.mark.parametrize("make", [plain, fused])
 def test_one_more_chance_after_a_step_that_raises(make: Any, monkeypatch: Any) -> None:
     """As with torch: gradients that were only read are still scaled, others are unscaled."""

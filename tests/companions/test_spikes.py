@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, capture, clipping, spikes
+from ampfast import Sigmas, capture, spikes
 from ampfast.backends import core, cpu, scalars, torch_ops
 
 WINDOW = 4
@@ -255,18 +255,6 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
     assert scaler.history().spiked.tolist() == [True, False, False]
 
 
-def test_five_optimizers_one_of_which_spiked() -> None:
-    loops = [Loop() for _ in range(6)]
-    for loop in loops:
-        loop.scaler = loops[0].scaler
-        loop.clip(50.0 if loop is loops[3] else 1.0, 20.0)
-    for loop in loops:
-        loop.scaler.step(loop.optimizer)
-    loops[0].scaler.update()
-    assert loops[0].now() == (8.0, 0)
-    assert loops[0].scaler.stats().spikes == 1
-
-
 @pytest.mark.parametrize("reduced", ["SUM", "MAX", "AVG"])
 def test_flags_that_ranks_reduce_keep_their_meaning(reduced: str) -> None:
     loop = Loop()
@@ -344,32 +332,6 @@ def test_sparse_gradients_and_several_dtypes() -> None:
         assert scaler.skip_reason(optimizer) == reason
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_guard_skips_spikes(fused: bool) -> None:
-    guard = ampfast.StepGuard("cpu")
-    loop = Loop(fused_adam if fused else adam, torch.bfloat16)
-    loop.scaler = guard
-    reasons = [loop.step(norm, Sigmas(6.0, 2)) for norm in (1.0, 1.1, 1.0, 90.0, math.nan, 1.0)]
-    assert reasons == [None, None, None, "spike", "overflow", None]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_master_weights(dtype: torch.dtype) -> None:
-    param = nn.Parameter(torch.zeros(2, dtype=dtype))
-    optimizer = ampfast.master_weights_(fused_adam([param]))
-    scaler = ampfast.GradScaler("cpu", init_scale=8.0)
-    for norm, reason in ((1.0, None), (90.0, "spike"), (1.0, None)):
-        optimizer.zero_grad()
-        scaler.scale((param * norm).sum()).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20.0)
-        before, master = param.detach().clone(), optimizer.master_weights[param].clone()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.skip_reason(optimizer) == reason
-        assert torch.equal(before, param) == (reason is not None)
-        assert torch.equal(master, optimizer.master_weights[param]) == (reason is not None)
-
-
 class Overriding(ampfast.GradScaler):
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
         return super()._unscale_grads_(*args)
@@ -380,12 +342,6 @@ def test_a_subclass_that_unscales() -> None:
     loop.scaler = Overriding("cpu", init_scale=8.0, growth_interval=3)
     for norm, reason, *state in PROGRAM:
         assert (loop.step(norm, 20.5), *loop.now()) == (reason, *state)
-
-
-def test_a_disabled_scaler_clips_only() -> None:
-    loop = Loop(enabled=False)
-    assert loop.step(50.0, 20.0) is None
-    assert loop.scaler.stats().spikes == 0
 
 
 def test_the_schedule_waits() -> None:
@@ -545,19 +501,6 @@ def test_a_gpu_warns_from_a_copy_that_has_arrived(monkeypatch: pytest.MonkeyPatc
 
 
 # Costs
-
-
-def test_one_flag_is_written_in_place_after_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("an operator for the flag of a single list")
-
-    loop = Loop()
-    monkeypatch.setattr(loop.scaler, "_clip_over", lambda *args: None)
-    monkeypatch.setattr(clipping, "joint_flag", refused)
-    monkeypatch.setattr(clipping, "moved", refused)
-    loop.clip(50.0, 20.0)
-    (flag,) = loop.scaler._last_flags(loop.optimizer).values()
-    assert flag.item() == core.SPIKE
 
 
 # What is kept
