@@ -53,15 +53,6 @@ class Loop:
             self.scaler.update()
 
 
-def test_the_layout_has_no_overlap() -> None:
-    words = [state_layout.SCALE_BEFORE, state_layout.TRACKER_BEFORE, state_layout.MIN_SCALE]
-    words += [state_layout.MAX_SCALE, state_layout.MOST_TOLERATED]
-    words += [state_layout.REFILLS_ON_FINITE_STEPS, state_layout.PROPOSAL]
-    assert len(set(words)) == 7
-    assert min(words) >= state_layout.BEFORE + state_layout.COUNTERS
-    assert max(words) < state_layout.RING
-
-
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
 @pytest.mark.parametrize(
     ("policy", "reads"),
@@ -116,15 +107,6 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert [stats.steps, stats.skipped, stats.growths, stats.backoffs] == model.counters()[:4]
     assert stats.consecutive_skips == model.consecutive_skips
     assert_state(loop.scaler._loss_scale, model)
-
-
-def test_a_growth_factor_may_be_an_int() -> None:
-    loops = Loop(growth_factor=2.0), Loop(growth_factor=2)
-    for loop in loops:
-        for value in (1.0, 1.0, 1.0, math.inf):
-            loop.step(value)
-    assert loops[0].scaler.stats() == loops[1].scaler.stats()
-    assert loops[1].scaler.stats().growths == 1
 
 
 def test_steps_under_a_dispatch_mode_are_counted() -> None:
@@ -546,13 +528,6 @@ def test_trackers_that_cannot_be(tracker: Any) -> None:
         limits.require_loadable(entry_of(limits, tracker))
 
 
-@pytest.mark.parametrize("on_min_scale", ["ignore", "warn", "raise"])
-def test_a_new_state_keeps_its_arguments(on_min_scale: str) -> None:
-    state = LossScale(Limits(min_scale=1.0, hysteresis=3), on_min_scale)
-    assert state.on_min_scale == on_min_scale
-    assert state.hysteresis_tracker() == 3
-
-
 def test_a_checkpoint_has_no_skips_at_the_minimum() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, min_scale=1.0, on_min_scale="raise")
     scaler.scale(torch.ones(()))
@@ -560,10 +535,6 @@ def test_a_checkpoint_has_no_skips_at_the_minimum() -> None:
     words[[state_layout.STEPS, state_layout.CONSECUTIVE_SKIPS, state_layout.SKIPS_AT_MINIMUM]] = 1
     scaler.load_state_dict(scaler.state_dict())
     assert scaler.stats().steps == 1
-
-
-def test_a_disabled_scaler_has_no_policy_to_save() -> None:
-    assert GradScaler("cpu", enabled=False, min_scale=1.0).state_dict() == {}
 
 
 def test_a_policys_checkpoint_is_not_for_a_scaler_without() -> None:

@@ -228,12 +228,6 @@ def test_zeros_of_either_sign_differ(say: Any) -> None:
     assert "losses: differ from step 2 on: torch 0.0, ampfast -0.0, apart by 0" in text
 
 
-def test_nan_that_only_torch_has_is_said(say: Any) -> None:
-    theirs = record([1.0, NAN])
-    _, text, _ = say([theirs], [record([1.0, 2.0])], [theirs])
-    assert "torch nan, ampfast 2.0: torch's became NaN, ampfast's did not" in text
-
-
 def test_nan_of_torch_is_said_even_if_it_does_not_repeat_itself(say: Any) -> None:
     ours, theirs, again = record([1.0, 2.0]), record([1.0, NAN]), record([1.0, 5.0])
     code, text, _ = say([theirs], [ours], [again])
@@ -291,6 +285,7 @@ def test_a_difference_by_a_nan_of_torch_says_so(say: Any) -> None:
     theirs = record([1.0, NAN])
     code, text, _ = say([theirs], [record([1.0, 2.0])], [theirs])
     assert code == 1
+    assert "torch nan, ampfast 2.0: torch's became NaN, ampfast's did not" in text
     assert "They differ because torch's became NaN, ampfast's did not." in text
 
 
@@ -519,12 +514,6 @@ def test_options_behind_the_script(
         "as_json": True,
         "plot": None,
     }
-
-
-def test_no_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--steps", "0", "train.py"])
-    assert "--steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "info"])

@@ -369,15 +369,6 @@ def test_a_write_of_its_own_stays() -> None:
     assert another.last_epoch == 1
 
 
-def test_a_write_reaches_the_schedule_that_steps_on() -> None:
-    one, scheduler = late_one("adam", "LambdaLR")
-    scheduler.last_epoch = 9
-    one.train(1)
-    scheduler.step()
-    scheduler.flush()
-    assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**10)
-
-
 def test_within_sequential() -> None:
     """Its constructor writes `last_epoch` of the schedulers that it is given."""
     one, scheduler = late_one("adam", "ConstantLR")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, capture, spikes
+from ampfast import Sigmas, capture, clipping, spikes
 from ampfast.backends import core, cpu, scalars, torch_ops
 
 WINDOW = 4
@@ -196,17 +196,6 @@ def test_sigmas(make: Any) -> None:
         assert reason == {0.0: None, 1.0: "overflow", core.SPIKE: "spike"}[expected]
         reasons.append(reason)
     assert set(reasons) == {None, "overflow", "spike"}
-
-
-def test_optimizers_have_norms_of_their_own() -> None:
-    loop, other = Loop(), Loop()
-    other.scaler = loop.scaler
-    sigmas = Sigmas(3.0, 2)
-    for norm in (1.0, 1.1, 1.05):
-        assert loop.step(norm, sigmas) is None
-        assert other.step(100 * norm, sigmas) is None
-    assert loop.step(100.0, sigmas) == "spike"
-    assert other.step(100.0, sigmas) is None
 
 
 @pytest.mark.parametrize("order", [2.0, 3.0])
@@ -501,6 +490,19 @@ def test_a_gpu_warns_from_a_copy_that_has_arrived(monkeypatch: pytest.MonkeyPatc
 
 
 # Costs
+
+
+def test_one_flag_is_written_in_place_after_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("an operator for the flag of a single list")
+
+    loop = Loop()
+    monkeypatch.setattr(loop.scaler, "_clip_over", lambda *args: None)
+    monkeypatch.setattr(clipping, "joint_flag", refused)
+    monkeypatch.setattr(clipping, "moved", refused)
+    loop.clip(50.0, 20.0)
+    (flag,) = loop.scaler._last_flags(loop.optimizer).values()
+    assert flag.item() == core.SPIKE
 
 
 # What is kept

@@ -55,15 +55,6 @@ def test_continues_as_torch_fused(kind: str, steps: int, scaler_type: Scaler | N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_continues_close_to_the_plain_one(kind: str) -> None:
-    loop, other = plain(kind, 3), plain(kind, 3)
-    free = make_free(loop)
-    free.run([None] * 4, 3)
-    other.run([None] * 4, 3)
-    torch.testing.assert_close(free.observe()["parameters"], other.observe()["parameters"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_constructors_result(kind: str) -> None:
     loop = plain(kind, 2)
     twin = fused_twin(loop.optimizer, KINDS[kind][1])
