@@ -253,13 +253,6 @@ def test_random_bit_patterns(capability: str, dtype: torch.dtype, inverse: float
     check_parity(lambda: [random_bits(200_000, dtype, 3)], inverse)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_million_random_bit_patterns(capability: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(17)
-    inverse = torch.rand((), generator=generator).item()
-    check_parity(lambda: [random_bits(1_000_000, dtype, 11)], inverse)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_subnormals_and_signs_of_zero(capability: str, dtype: torch.dtype) -> None:
     patterns = torch.arange(-2048, 2048, dtype=torch.int64)
@@ -352,13 +345,6 @@ def test_norms(capability: str, dtype: torch.dtype, inverse: float) -> None:
         # A written value, hence exact.
         assert maximum == want_maximum
         assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
-
-
-def test_norms_of_large_and_small_values(capability: str) -> None:
-    # float32 squares would overflow and underflow here.
-    assert norms([torch.full((4,), 1e30)], 1.0)[0] == pytest.approx(4e60, rel=1e-6)
-    assert norms([torch.full((4,), 1e-30)], 1.0)[0] == pytest.approx(4e-60, rel=1e-6)
-    assert norms([], 1.0) == (0.0, 0.0)
 
 
 def test_norms_of_rounded_sums_are_within_the_bound(capability: str) -> None:
