@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.captures import Capturing, OnGpu, assert_replays_are_eager
-from support.compiled_training import SKIPPABLE, Training
+from support.captures import SKIPPABLE, Capturing, OnGpu, Training, assert_replays_are_eager
 from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler
 

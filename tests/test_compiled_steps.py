@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.compiled_training import assert_no_more_breaks
+from support.captures import assert_no_more_breaks
 
 
 @pytest.mark.slow

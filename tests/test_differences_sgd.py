@@ -18,7 +18,6 @@ from support.scalers import TorchScaler
 from ampfast import GradScaler
 from ampfast.optimizers import lacks_momentum
 
-pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from support.kernel_calls import grads_of
 from support.kernel_parity import flag
-from support.tracking_parity import check_passes, check_random_lists, check_times, tracked
-from support.tracking_reference import marks_of, track_for
+from support.tracking_reference import (
+    check_passes,
+    check_random_lists,
+    check_times,
+    marks_of,
+    track_for,
+    tracked,
+)
 
 from ampfast import _C
 from ampfast.backends import cpu

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.captures import OnGpu
 from support.comparison import assert_same
-from support.spike_model import Rule, random_norms
+from support.scale_model import Rule, random_norms
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
