@@ -14,9 +14,8 @@ import torch
 from support.reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampfast import GradScaler, backends, gradients, info
+from ampfast import GradScaler, backends, info
 from ampfast.backends import core, cpu
-from ampfast.backends.torch_ops import TensorList
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CACHED = (
@@ -192,25 +191,6 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choice.name_for(torch.device("cuda")) == "aten", "another one is current"
 
 
-def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    unlike_gpus(monkeypatch)
-    monkeypatch.setattr(
-        backends, "_kernels", lambda name: backends.TORCH_OPS if name == "aten" else name
-    )
-    gradient = torch.ones(3)
-    choice = backends.choose()
-
-    def collect() -> gradients.Gradients:
-        return gradients.collect([], allow_fp16=False, writes=True, choice=choice)
-
-    walk_over(monkeypatch, gradient, GPU)
-    assert [kernels for kernels, _ in collect().lists] == ["cuda"]
-    walk_over(monkeypatch, gradient, torch.device("cuda", 1))
-    with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
-        aside = collect()
-    assert aside.lists == [(backends.TORCH_OPS, TensorList.of([gradient]))]
-
-
 def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, {}, {"cuda": "no image"})
     with warnings.catch_warnings(record=True) as caught:
@@ -218,13 +198,6 @@ def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> No
         for index in range(3):
             assert backends.default_for(torch.device("cuda", index)) == "triton"
     assert len(caught) == 1
-
-
-def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_takes_cpu", lambda name: name == "triton")
-    monkeypatch.setattr(core, "list_of", lambda tensors, device: None)
-    reason = backends._failure_reason("triton", None)
-    assert reason == "its kernel does not run: RuntimeError: tensors are not plain here"
 
 
 def test_missing_requirements_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

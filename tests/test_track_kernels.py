@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.kernel_calls import grads_of
-from support.kernel_parity import flag
 from support.tracking_reference import (
     check_passes,
     check_random_lists,
@@ -21,7 +20,6 @@ from ampfast.backends.core import Factor, Pass
 
 CPU = torch.device("cpu")
 CHECK = Pass(False, Factor.NONE)
-CAPABILITIES = tuple(_C.cpu_capabilities())
 
 
 @pytest.mark.parametrize("start", range(0, 60, 10))
@@ -56,24 +54,3 @@ def test_threads_do_not_change_marks() -> None:
         torch.set_num_threads(threads)
         _C.set_grain(grain)
     assert found == [marks_of(grads)] * 3
-
-
-def test_rows_that_cannot_be_written() -> None:
-    grads = grads_of([torch.ones(3), torch.ones(3)])
-    good = track_for(2)
-    for track, said in (
-        (good._replace(marks=good.marks.int()), "Long"),
-        (good._replace(marks=torch.zeros(4, 4, dtype=torch.int64).t()[:, :3]), "marks must be"),
-        (good._replace(now=torch.zeros(1)), "Long"),
-    ):
-        with pytest.raises(RuntimeError, match=said):
-            cpu.run(grads, tracked(CHECK, track))
-    few = track_for(1)
-    with pytest.raises(RuntimeError, match="tracking is of 1 parameters"):
-        sums = torch.zeros(2, dtype=torch.float64)
-        cpu.run(grads, tracked(Pass(False, Factor.TIMES, flag(0.5), sums=sums), few))
-    gradients = [torch.ones(3), torch.ones(3)]
-    for track, said in ((good._replace(now=flag()), "Long"), (few, "1 parameters")):
-        with pytest.raises(RuntimeError, match=said):
-            cpu.run(grads_of(gradients), tracked(Pass(True, Factor.TIMES, flag(0.5)), track))
-    assert all(gradient.tolist() == [1.0, 1.0, 1.0] for gradient in gradients)

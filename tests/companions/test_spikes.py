@@ -66,30 +66,6 @@ def test_kernels_follow_the_rule(limit: float | Sigmas, clip: Callable[..., None
         assert rule.restarts or rule.patience > 9
 
 
-def test_an_overflow_stays_and_joins_no_norms() -> None:
-    words = Rule(Sigmas(0.0, 4)).words()
-    before = words.clone()
-    for above, taken in ((0.5, None), (0.0, words)):
-        flag = torch.ones(())
-        clipped_by(cpu.clip, math.nan, flag, above, taken)
-        assert flag.item() == 1
-        flag = torch.ones(())
-        torch_ops.spike_(flag, torch.tensor(7.0), above, taken)
-        assert flag.item() == 1
-    assert_same(words, before)
-
-
-@pytest.mark.parametrize("damage", [-1.0, math.nan, math.inf])
-def test_damaged_words_are_refused(damage: float) -> None:
-    flag = torch.zeros(())
-    words = Rule(Sigmas(6.0, 2)).words()
-    with pytest.raises(ValueError, match="no window of 2"):
-        clip_on_cpu(1.0, flag, 6.0, words[:-1])
-    words[core.norm_layout.COUNT] = damage
-    with pytest.raises(ValueError, match="no count of norms"):
-        clip_on_cpu(1.0, flag, 6.0, words)
-
-
 # Scaler
 
 
