@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -150,33 +149,6 @@ def test_before_the_start(call: str, missing: str) -> None:
 
 
 # scale
-
-
-class Pair(tuple):
-    """Tuple of its own type."""
-
-
-@pytest.mark.parametrize("kind", ["list", "tuple", "pair", "generator", "map", "set", "dict"])
-def test_scale_keeps_containers(kind: str) -> None:
-    def scale(scaler_type: Scaler) -> Any:
-        tensors = [torch.ones(2), torch.ones((), dtype=torch.float16), torch.ones(1).double()]
-        outputs: Any = {
-            "list": lambda: tensors,
-            "tuple": lambda: tuple(tensors),
-            "pair": lambda: Pair(tensors),
-            "generator": lambda: (t for t in tensors),
-            "map": lambda: map(torch.clone, tensors),
-            "set": lambda: {tensors[0]},
-            "dict": lambda: OrderedDict(a=tensors[0]).values(),
-        }[kind]()
-        scaler = scaler_type("cpu", init_scale=8.0)
-        result = scaler.scale(outputs)
-        # Only lists and tuples are walked eagerly, so only they start the scaler here.
-        return [type(result).__name__, scaler._scale is None, list(result)]
-
-    name, waiting, _ = agree(scale).value
-    expected = {"list": "list", "tuple": "tuple", "pair": "Pair"}.get(kind, "map")
-    assert name == expected and waiting is (expected == "map")
 
 
 def test_scale_promotes() -> None:

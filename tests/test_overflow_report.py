@@ -315,16 +315,6 @@ class Bare:
         pass
 
 
-def test_any_object_as_optimizer() -> None:
-    scaler = started()
-    optimizer: Any = Bare(parameters(math.inf, 1.0))
-    for expected in (1, 2, 3):
-        set_values(optimizer.params, math.inf, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert [p.infinities for p in scaler.overflow_report().totals] == [expected]
-
-
 def test_parameters_that_are_added_and_removed() -> None:
     scaler = started()
     params = parameters(math.inf, 1.0)
@@ -465,19 +455,6 @@ def test_copies_start_afresh() -> None:
         twin.update()
         assert summary(twin.overflow_report()) == [("group 0, parameter 0", "nan", 1, 0, 1)]
     assert [p.name for p in scaler.overflow_report().totals] == ["a"]
-
-
-def test_names_of_a_model() -> None:
-    model = net()
-    scaler = started()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler.name_parameters(model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    model[2].bias.grad[0] = math.nan
-    scaler.step(optimizer)
-    scaler.update()
-    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
 
 
 def test_names_that_are_partly_missing() -> None:

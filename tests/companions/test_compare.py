@@ -132,15 +132,6 @@ def test_what_cannot_be_compared(compared: Any, program: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.slow
-def test_program_without_a_seed_is_not_blamed_on_ampfast(compared: Any) -> None:
-    done = compared(ONE.replace("torch.manual_seed(int(sys.argv[1]))", ""), "train.py")
-    assert done.returncode == 0
-    assert "differs from the first at step 1: the program does not repeat itself" in done.stdout
-    assert "So a difference from ampfast says nothing." in done.stdout
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
 def test_difference_with_its_step_and_picture(compared: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws")
     change = "\n    if step == 25 and hasattr(scaler, 'stats'): model.bias.data += 1"
@@ -438,20 +429,6 @@ def test_generators_threads_input_and_files(compared: Any, tmp_path: Path) -> No
     logs = [log.read_text() for log in tmp_path.glob("*.log")]
     assert len(logs) == 3
     assert all(log == "typed\n" + 18 * "a line\n" for log in logs)
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_programs_whose_runs_alternate(compared: Any) -> None:
-    toggle = "import os\nif os.path.exists('on'): os.remove('on'); sys.argv[1] = '7'\n"
-    toggle += "else: open('on', 'w').close()\n"
-    done = compared(
-        SETUP.replace("import sys, torch", f"import sys, torch\n{toggle}") + ONE[len(SETUP) :],
-        "train.py",
-        "0",
-    )
-    assert done.returncode == 0, done.stdout
-    assert "So a difference from ampfast says nothing." in done.stdout
 
 
 @pytest.mark.sweep

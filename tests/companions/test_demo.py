@@ -139,20 +139,6 @@ def test_bad_batches_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guarded[-1] < 1.5 * clean[-1]
 
 
-def test_settings_of_torch_are_given_back(tmp_path: Path) -> None:
-    def settings() -> tuple[object, ...]:
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-            torch.get_num_threads(),
-        )
-
-    before = settings()
-    run(tmp_path / "picture.png", steps=1)
-    assert settings() == before
-
-
 class InverseOneBitOff(ampfast.GradScaler):
     """Unscales with the inverse scale, off by one bit."""
 
@@ -312,15 +298,3 @@ def test_device_that_cannot_be_used(
     assert errors.startswith(f"ampfast demo: device '{device}' cannot be used: ")
     assert errors.count("\n") == 1
     assert not path.exists()
-
-
-def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments) or 1)
-    assert demo.main([]) == 1
-    arguments = ["--steps", "7", "--device", "cuda:1", "--seed", "5", "--output", "a/b.png"]
-    assert demo.main(arguments) == 1
-    assert calls == [
-        (300, None, 0, Path("ampfast-demo.png")),
-        (7, "cuda:1", 5, Path("a/b.png")),
-    ]
