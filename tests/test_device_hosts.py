@@ -13,7 +13,7 @@ import torch
 from support.kernel_calls import grads_of, run_check, run_unscale
 from support.reference_launcher import ReferenceLauncher, spans_of
 
-from ampfast import _C, capture
+from ampfast import _C
 from ampfast.backends import core
 from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels
@@ -184,18 +184,6 @@ def test_an_update_without_a_state_cannot_be_undone() -> None:
     assert (ending.applied, scale.item()) == (True, 4.0)
     with pytest.raises(RuntimeError, match="without a state cannot be undone"):
         ending.undo()
-
-
-def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("ampfast.backends.triton.launch")
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    known, programs = ("known", CPU, (), torch.Tensor), []
-    again = 2, lambda number, arguments: programs.append(number), False
-    monkeypatch.setattr(launch, "_launched", {known: again})
-    launch._launch("known", CPU, 3, (torch.ones(()),))
-    assert programs == [2]
-    with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):
-        launch._launch("unknown", CPU, 3, (torch.ones(()),))
 
 
 def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
