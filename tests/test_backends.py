@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import runpy
 import shutil
 import subprocess
@@ -176,16 +175,6 @@ def test_environment_sets_the_default(
         monkeypatch.setenv("AMPFAST_BACKEND", value)
     exec(TRAIN, {})
     assert capsys.readouterr().out.splitlines() == trained(name)
-
-
-@pytest.mark.slow
-def test_environment_at_the_start() -> None:
-    environment = {**os.environ, "AMPFAST_BACKEND": "aten"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == trained("aten")
 
 
 def test_environment_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,45 +244,3 @@ def test_autocast_training() -> None:
 
     scales = agree(use).value[0]
     assert scales[0] < 2.0**24, "the start scale was meant to overflow"
-
-
-# Without assertions
-
-OPTIMIZED = """
-import sys, torch
-sys.path[:0] = {path!r}
-if __debug__:
-    raise SystemExit("assertions are on")
-from ampfast import GradScaler
-from support.comparison import difference
-from support.outcomes import outcome
-from support.scalers import TorchScaler
-from support.twins import side
-
-def use(scaler_type):
-    one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)
-    for seed, bad in enumerate([None, float("inf"), None, None, float("nan"), None]):
-        one.train(seed, bad)
-    results = [outcome(call).comparable() for call in (
-        lambda: scaler_type("cpu", growth_factor=1.0),
-        lambda: scaler_type("cpu").update(),
-        lambda: one.scaler.update(),
-        lambda: one.scaler.update(torch.ones(2)),
-        lambda: one.scaler.step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)),
-    )]
-    return [results, one.observe()]
-
-found = difference(use(GradScaler), use(TorchScaler))
-if found is not None:
-    raise SystemExit(found)
-"""
-
-
-@pytest.mark.sweep
-def test_without_assertions() -> None:
-    """`python -O` removes `assert`, but no error."""
-    program = OPTIMIZED.format(path=[str(Path(__file__).parent), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -945,24 +945,6 @@ def test_an_optimizer_in_use_is_converted_with_its_state() -> None:
     assert len(optimizer.master_weights) == 4
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_copies(copied: Callable[[Any], Any]) -> None:
-    ours, hand = both("momentum-foreach", torch.float16)
-    for seed in range(3):
-        ours.train(seed)
-        hand.train(seed)
-    model, optimizer = copied((ours.model, ours.optimizer))
-    assert type(optimizer) is type(ours.optimizer)
-    before = weights_of(ours)[0].clone()
-    ours.model, ours.optimizer = model, optimizer
-    assert_equal(ours, hand)
-    for seed in range(3, 6):
-        ours.train(seed)
-        hand.train(seed)
-        assert_equal(ours, hand)
-    assert not torch.equal(before, weights_of(ours)[0])
-
-
 def test_an_added_group() -> None:
     sides = [small_model(torch.float16), small_model(torch.float16)]
     ours = Ours(sides[0], lambda params: torch.optim.SGD(params[:2], lr=0.1, momentum=0.9))
