@@ -46,34 +46,6 @@ def test_a_number_by_name_is_refused_alike() -> None:
         GradScaler(device=1024.0)
 
 
-@pytest.mark.parametrize("value", [3, 1.5, True, ["cpu"], b"cpu", torch.float32], ids=repr)
-def test_a_backend_that_is_no_text(value: Any) -> None:
-    with pytest.raises(TypeError, match="backend") as caught:
-        GradScaler("cpu", backend=value)
-    assert type(value).__name__ in str(caught.value) or repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize("value", ["", "CPU", "gpu", "aten "])
-def test_an_unknown_backend(value: str) -> None:
-    with pytest.raises(ValueError, match="backend") as caught:
-        GradScaler("cpu", backend=value)
-    assert repr(value) in str(caught.value)
-    for name in ("triton", "cuda", "cpu", "aten"):
-        assert name in str(caught.value)
-
-
-def test_an_unavailable_backend_gives_a_reason() -> None:
-    from ampfast import backends
-
-    reports = [r for r in backends.report() if not r.available]
-    if not reports:
-        pytest.skip("every backend can run here")
-    for report in reports:
-        with pytest.raises(RuntimeError) as caught:
-            GradScaler("cpu", backend=report.name)
-        assert report.name in str(caught.value) and report.reason in str(caught.value)
-
-
 def test_policies_at_their_limits() -> None:
     GradScaler("cpu", init_scale=8.0, min_scale=8.0, max_scale=8.0)
     GradScaler("cpu", hysteresis=2**31 - 1)
@@ -174,22 +146,6 @@ def test_allow_fp16_that_is_no_bool(value: Any) -> None:
     with pytest.raises(TypeError, match="allow_fp16") as caught:
         GradScaler("cpu", allow_fp16=value)
     assert type(value).__name__ in str(caught.value) or repr(value) in str(caught.value)
-
-
-def test_our_keywords_have_no_position() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        GradScaler("cpu", 8.0, 2.0, 0.5, 10, True, "cpu")
-
-
-@pytest.mark.parametrize("name", ["cpu", "aten"])
-def test_named_backends_agree(name: str) -> None:
-    results = []
-    for backend in (None, name):
-        one = side(GradScaler, "adam", init_scale=64.0, growth_interval=2, backend=backend)
-        for seed, bad in enumerate([None, float("inf"), None, None]):
-            one.train(seed, bad)
-        results.append(one.observe())
-    assert_same(*results)
 
 
 # Notes

@@ -21,10 +21,10 @@ from support.clipping_reference import (
 )
 from support.comparison import FLOATS, assert_same
 from support.gradients import WRITABLE_LAYOUTS, make_gradient, parameter_with, plant, sgd_with
-from support.optimizers import FUSED, OPTIMIZERS
+from support.optimizers import OPTIMIZERS
 from support.processes import threads
 from support.scalers import started
-from support.twins import assert_sides_same, paired, small_model
+from support.twins import assert_sides_same, paired
 
 from ampfast import GradScaler, functional
 
@@ -93,26 +93,6 @@ def test_all_16_bit_values_are_clipped(capability: str, dtype: torch.dtype) -> N
     assert_same(grads_of(optimizer)[0], expected)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("size", [5, 1_000_003])
-def test_against_torch_within_its_own_error(order: float, size: int) -> None:
-    def make() -> torch.optim.Optimizer:
-        return sgd_with(torch.randn(size, generator=torch.Generator().manual_seed(1)))
-
-    ours, theirs = make(), make()
-    exact = exact_norm(grads_of(ours), 3.0, order)
-    norm = started(GradScaler, 3.0).clip_grad_norm_(ours, 0.5, order)
-    scaler = started(torch.amp.GradScaler, 3.0)
-    scaler.unscale_(theirs)
-    parameters = theirs.param_groups[0]["params"]
-    torchs = torch.nn.utils.clip_grad_norm_(parameters, 0.5, order)
-    torchs_error = abs(torchs.item() - exact) / exact
-    assert abs(norm.item() - exact) / exact <= NORM_ULPS * 2.0**-23
-    assert abs(norm.item() - torchs.item()) / exact <= torchs_error + NORM_ULPS * 2.0**-23
-    tolerance = torchs_error + (NORM_ULPS + 4) * 2.0**-23
-    torch.testing.assert_close(*grads_of(ours), *grads_of(theirs), rtol=tolerance, atol=0)
-
-
 @pytest.mark.slow
 def test_a_norm_of_many_elements_is_exact_where_torchs_is_not() -> None:
     # torch adds up float32 squares in float32.
@@ -147,32 +127,6 @@ def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: flo
             run.scaler.update()
         if kind not in ("fused_sgd",):  # without deliberate differences
             assert_sides_same(ours, theirs)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind not in FUSED])
-def test_step_and_update_after_clipping(kind: str) -> None:
-    ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=2)
-    theirs.scaler = started(GradScaler, 2.0**12, growth_interval=2)
-    for seed in range(4):
-        for run in (ours, theirs):
-            run.optimizer.zero_grad()
-            run.scaler.scale(run.loss(seed)).backward()
-            if seed == 2:
-                plant(next(run.model.parameters()).grad, "last", INF)
-            run.scaler.clip_grad_norm_(run.optimizer, 0.1)
-        ours.scaler.step_and_update(ours.optimizer)
-        theirs.scaler.step(theirs.optimizer)
-        theirs.scaler.update()
-        assert_same(ours.observe()["parameters"], theirs.observe()["parameters"])
-        assert_same(ours.scaler.state_dict(), theirs.scaler.state_dict())
-
-
-def test_a_large_max_norm_only_unscales() -> None:
-    for dtype in FLOATS:
-        optimizer, twin = (sgd_with(make_gradient("long", dtype)) for _ in range(2))
-        scaler_for(3.0).clip_grad_norm_(optimizer, 1e6)
-        scaler_for(3.0).unscale_(twin)
-        assert_same(grads_of(optimizer), grads_of(twin))
 
 
 def test_joint_norm_of_several_optimizers() -> None:
@@ -219,54 +173,6 @@ def test_joint_clipping_skips_all_or_none(
     for param in params:
         assert param.isfinite().all()
         assert bool(param.detach().any()) == (bad is None)
-
-
-def test_a_gan_clips_each_of_two_optimizers() -> None:
-    def losses(generator: torch.nn.Module, critic: torch.nn.Module, seed: int) -> tuple:
-        draw = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
-        fake = generator(draw)
-        padded = torch.cat([fake, draw[:, 3:]], 1)
-        return critic(padded.detach()).square().mean(), -critic(padded).mean()
-
-    runs = []
-    for scaler_type in (GradScaler, torch.amp.GradScaler):
-        models = [small_model(0), small_model(1)]
-        optimizers = [OPTIMIZERS["adam"](list(m.parameters())) for m in models]
-        scaler = scaler_type("cpu", init_scale=64.0, growth_interval=3)
-        norms = []
-        for seed in range(6):
-            for turn in (1, 0):
-                optimizers[turn].zero_grad()
-                loss = losses(*models, seed)[1 - turn]
-                scaler.scale(loss).backward()
-                if scaler_type is GradScaler:
-                    norms.append(scaler.clip_grad_norm_(optimizers[turn], 0.1))
-                else:
-                    scaler.unscale_(optimizers[turn])
-                    parameters = models[turn].parameters()
-                    norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.1))
-                scaler.step(optimizers[turn])
-            scaler.update()
-        runs.append(([p for m in models for p in m.parameters()], norms, scaler.state_dict()))
-    for ours, theirs in zip(runs[0][0] + runs[0][1], runs[1][0] + runs[1][1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert_same(runs[0][2], runs[1][2])
-
-
-def test_accumulated_gradients_are_clipped_once() -> None:
-    ours, theirs = paired("adam", init_scale=64.0)
-    for seed in range(9):
-        for run in (ours, theirs):
-            run.scaler.scale(run.loss(seed) / 3).backward()
-        if seed % 3 == 2:
-            norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.01)
-            theirs.scaler.unscale_(theirs.optimizer)
-            clip_by_hand(theirs.model.parameters(), norm, 0.01)
-            for run in (ours, theirs):
-                run.scaler.step(run.optimizer)
-                run.scaler.update()
-                run.optimizer.zero_grad()
-            assert_sides_same(ours, theirs)
 
 
 @pytest.mark.usefixtures("small_grain")

@@ -281,17 +281,6 @@ def test_autograd_sees_that_clipping_writes() -> None:
             product.backward()
 
 
-def test_one_that_defers_beside_one_that_cannot() -> None:
-    scaler = started(GradScaler)
-    params = [parameter_with(torch.full((2,), 8.0 * 4.0)) for _ in range(2)]
-    optimizers = [torch.optim.SGD(params[:1], lr=1.0, fused=True), Legacy(params[1:], lr=1.0)]
-    before = params[0].detach().clone()
-    norm = scaler.clip_grad_norm_(optimizers, 2.0, in_place=False)
-    assert norm.item() == 8.0
-    scaler.step(optimizers[0])
-    torch.testing.assert_close(before - params[0], torch.ones(2))
-
-
 @pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
 @pytest.mark.parametrize("above", [None, 100.0])
 def test_a_gradient_that_overlaps_itself_is_refused(kind: str, above: float | None) -> None:

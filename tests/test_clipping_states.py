@@ -14,10 +14,9 @@ from support.gradients import make_gradient, parameter_with, sgd_with
 from support.scalers import started
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ampfast import GradScaler, clipping, functional
+from ampfast import GradScaler, functional
 
 INF = math.inf
-Scaler = torch.amp.GradScaler
 
 
 def six(*more: float) -> torch.optim.SGD:
@@ -26,27 +25,6 @@ def six(*more: float) -> torch.optim.SGD:
 
 
 # State machine
-
-
-def test_a_deferred_clip_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as where ranks do not agree: then the optimizer steps by its whole gradients."""
-    params = [parameter_with(torch.tensor([24.0, 32.0])) for _ in range(2)]
-    ours, plain = (torch.optim.SGD([param], lr=1.0, fused=True) for param in params)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("no answer")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(clipping, "measure", fails)
-        with pytest.raises(RuntimeError, match="no answer"):
-            scaler.clip_grad_norm_(ours, 1.0, in_place=False)
-    scaler.step(ours)
-    theirs = GradScaler("cpu", init_scale=8.0)
-    theirs.scale(torch.ones(()))
-    theirs.step(plain)
-    assert_same(*params)
 
 
 def unscale_again(scaler: GradScaler, optimizer: Any) -> None:
@@ -470,28 +448,6 @@ def test_a_norm_is_not_of_the_iteration_after_a_scale_was_set() -> None:
     scaler.update()
     history = scaler.history()
     assert history.has_norm.tolist() == [True, False]
-
-
-def test_norms_after_a_step_are_refused() -> None:
-    scaler, stepped, other = started(GradScaler, 8.0), six(), six()
-    scaler.step(stepped)
-    with pytest.raises(RuntimeError, match="after step"):
-        scaler.grad_norm([stepped, other])
-
-
-@pytest.mark.parametrize("order", [2.0, 3.0])
-def test_float16_gradients_that_are_allowed(order: float) -> None:
-    scaler = GradScaler("cpu", init_scale=8.0, allow_fp16=True)
-    scaler.scale(torch.ones(()))
-    optimizer = sgd_with(torch.tensor([24.0, 32.0], dtype=torch.float16))
-    scaler.clip_grad_norm_(optimizer, math.inf, order)
-    assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]
-
-
-def test_optimizers_that_are_clipped_together_are_skipped_together() -> None:
-    scaler, fine, bad = started(GradScaler, 8.0), six(), six(INF)
-    scaler.clip_grad_norm_([fine, bad], 1.0)
-    assert scaler.step_skipped(fine) and scaler.step_skipped(bad)
 
 
 @pytest.mark.filterwarnings("ignore:Some gradients share memory")

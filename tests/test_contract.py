@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,9 +16,6 @@ from support.scalers import Scaler, TorchScaler, started
 from support.twins import Side, side
 
 from ampfast import GradScaler, errors
-
-OptState = torch.amp.grad_scaler.OptState
-
 
 # Constructor
 
@@ -140,20 +136,6 @@ def test_starts_at_the_first_scaled_tensor() -> None:
     assert scale.dim() == tracker.dim() == 0
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")], ids=repr)
-def test_started_by_hand(device: Any) -> None:
-    def start(scaler_type: Scaler) -> Any:
-        scaler = scaler_type("cpu")
-        scaler._lazy_init_scale_growth_tracker(device)
-        return [scaler._scale, scaler._growth_tracker]
-
-    agree(start)
-
-
-def test_started_twice() -> None:
-    agree(lambda scaler_type: started(scaler_type)._lazy_init_scale_growth_tracker("cpu"))
-
-
 @pytest.mark.parametrize("call", ["step", "unscale_", "update", "_check_inf_per_device"])
 @pytest.mark.parametrize("missing", ["both", "_scale", "_growth_tracker"])
 def test_before_the_start(call: str, missing: str) -> None:
@@ -167,33 +149,6 @@ def test_before_the_start(call: str, missing: str) -> None:
 
 
 # scale
-
-
-class Pair(tuple):
-    """Tuple of its own type."""
-
-
-@pytest.mark.parametrize("kind", ["list", "tuple", "pair", "generator", "map", "set", "dict"])
-def test_scale_keeps_containers(kind: str) -> None:
-    def scale(scaler_type: Scaler) -> Any:
-        tensors = [torch.ones(2), torch.ones((), dtype=torch.float16), torch.ones(1).double()]
-        outputs: Any = {
-            "list": lambda: tensors,
-            "tuple": lambda: tuple(tensors),
-            "pair": lambda: Pair(tensors),
-            "generator": lambda: (t for t in tensors),
-            "map": lambda: map(torch.clone, tensors),
-            "set": lambda: {tensors[0]},
-            "dict": lambda: OrderedDict(a=tensors[0]).values(),
-        }[kind]()
-        scaler = scaler_type("cpu", init_scale=8.0)
-        result = scaler.scale(outputs)
-        # Only lists and tuples are walked eagerly, so only they start the scaler here.
-        return [type(result).__name__, scaler._scale is None, list(result)]
-
-    name, waiting, _ = agree(scale).value
-    expected = {"list": "list", "tuple": "tuple", "pair": "Pair"}.get(kind, "map")
-    assert name == expected and waiting is (expected == "map")
 
 
 def test_scale_promotes() -> None:
@@ -274,21 +229,6 @@ ERRORS = {
 @pytest.mark.parametrize("scenario", ERRORS.values(), ids=ERRORS)
 def test_errors(scenario: Any) -> None:
     assert agree(scenario).error is not None
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_half_gradients_raise_before_anything_is_modified(call: str) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler = started(scaler_type)
-        gradients = [torch.full((3,), 8.0), torch.full((2,), 8.0, dtype=torch.float16)]
-        optimizer = sgd_with(*gradients)
-        with pytest.raises(ValueError) as caught:
-            getattr(scaler, call)(optimizer)
-        record = scaler._per_optimizer_states[id(optimizer)]
-        flags = dict(record["found_inf_per_device"])
-        return [gradients, str(caught.value), record["stage"], flags]
-
-    assert_same(agree(use).value[0][0], torch.full((3,), 8.0))
 
 
 # Threads

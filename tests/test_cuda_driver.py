@@ -60,53 +60,6 @@ print(failure(_C.cuda_update_scale, update))
     assert launch == "RuntimeError: ampfast: the CUDA kernels are not loaded on device 0"
 
 
-def test_a_load_is_one_module_and_a_launch_one_call() -> None:
-    program = """
-_C.cuda_load_kernels(0, IMAGE)
-_C.cuda_load_kernels(0, IMAGE)
-print(*(made.calls(name) for name in ("cuModuleLoadData", "cuModuleGetFunction", "cuInit")))
-before = made.calls("cuLaunchKernel")
-with made.recording() as record:
-    _C.cuda_update_scale(update)
-print(made.calls("cuLaunchKernel") - before)
-for each in record:
-    print(each.kernel, each.grid, each.block, each.stream)
-import threading
-thread = threading.Thread(target=_C.cuda_update_scale, args=(update,))
-contexts = made.calls("cuCtxSetCurrent")
-thread.start(); thread.join()
-print(made.calls("cuCtxSetCurrent") - contexts, made.calls("cuLaunchKernel") - before)
-"""
-    assert said(STAND_IN + program) == [
-        "1 38 1",
-        "1",
-        "ampfast_update_scale (1, 1, 1) (1, 1, 1) None",
-        # A new thread has no context.
-        "1 2",
-    ]
-
-
-def test_arguments_are_those_of_the_call() -> None:
-    program = """
-import struct
-_C.cuda_load_kernels(0, IMAGE)
-flags = [torch.zeros(()), torch.ones(())]
-made.add_kernel("ampfast_update_scale", 88)
-with made.recording() as record:
-    _C.cuda_update_scale((one, tracker, flags, *update[3:]))
-[[given]] = [each.arguments for each in record]
-words = struct.unpack("11Q", given)
-print(words[:2] == (one.data_ptr(), tracker.data_ptr()), words[2:4], words[6])
-print(struct.unpack("2d", given[32:48]))
-print([w == f.data_ptr() for w, f in zip(words[7:], [*flags, flags[0], flags[0]])])
-"""
-    assert said(STAND_IN + program) == [
-        "True (0, 0) 3",
-        "(2.0, 0.5)",
-        "[True, True, True, True]",
-    ]
-
-
 def test_kernels_that_are_missing_are_named() -> None:
     program = """
 made.add_kernel("another")

@@ -1,24 +1,29 @@
-"""Cost of a step on a device: launches, bytes, uploads and flags, counted on the host."""
+"""Cost of a step on a device: launches, bytes, tables, uploads and flags, counted on the host."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.clipping_reference import coefficient_of, grads_of
 from support.comparison import FLOATS, assert_same
+from support.gradients import sgd_with
 from support.optimizers import OPTIMIZERS
 from support.reference_launcher import ReferenceLauncher
+from support.scalers import started
 from support.twins import assert_sides_same, side
 
-from ampfast import _C, GradScaler, functional
+from ampfast import _C, GradScaler, LogMax, Sigmas, functional
 
 CPU = torch.device("cpu")
 PLAIN = ("sgd", "adam")
 FUSED = ("fused_sgd", "fused_adam")
+INF = math.inf
 
 
 def warmed(kind: str, launcher: ReferenceLauncher, **arguments: Any) -> Any:
@@ -31,29 +36,115 @@ def warmed(kind: str, launcher: ReferenceLauncher, **arguments: Any) -> Any:
     return run
 
 
-def gradient_bytes(run: Any) -> int:
-    return sum(p.grad.nbytes for p in run.model.parameters())
-
-
+@pytest.mark.parametrize("track", [None, "overflow"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_is_torchs_bit_for_bit(launcher: ReferenceLauncher, kind: str) -> None:
+def test_training_is_torchs_bit_for_bit(
+    launcher: ReferenceLauncher, kind: str, track: str | None
+) -> None:
     settings: dict[str, Any] = {"init_scale": 2.0**12, "growth_interval": 2}
-    ours, theirs = side(GradScaler, kind, **settings), side(torch.amp.GradScaler, kind, **settings)
+    ours = side(GradScaler, kind, track=track, **settings)
+    theirs = side(torch.amp.GradScaler, kind, **settings)
     for seed in range(12):
-        bad = {4: math.inf, 9: math.nan}.get(seed)
+        bad = {4: INF, 9: math.nan}.get(seed)
         for run in (ours, theirs):
             run.train(seed, bad)
         assert_sides_same(ours, theirs)
     assert {"update"} < set(launcher.launches)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_plain_step_reads_and_writes_once(launcher: ReferenceLauncher, kind: str) -> None:
-    run = warmed(kind, launcher)
+# Steps, their launches, and how often they read and write all gradients
+
+
+def step(run: Any) -> None:
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    assert launcher.launches == ["unscale", "update"]
-    assert launcher.read == launcher.written == gradient_bytes(run)
+
+
+def together(run: Any) -> None:
+    run.scaler.step_and_update(run.optimizer)
+
+
+def unscale(run: Any) -> None:
+    run.scaler.unscale_(run.optimizer)
+    step(run)
+
+
+def norm(run: Any) -> None:
+    run.scaler.grad_norm(run.optimizer)
+
+
+def clip(*order: float, then: Callable[[Any], None] = step, **options: Any) -> Any:
+    def call(run: Any) -> None:
+        run.scaler.clip_grad_norm_(run.optimizer, 0.5, *order, **options)
+        then(run)
+
+    return call
+
+
+class Cost(NamedTuple):
+    call: Callable[[Any], None]
+    launches: str
+    reads: int
+    writes: int
+    kinds: tuple[str, ...] = (*PLAIN, *FUSED)
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+# None of these limits; each step is a spike; not as long as a window has too few norms.
+LIMITS = (1e9, 0.0, Sigmas(6.0, 2))
+COSTS = {
+    "step": Cost(step, "unscale update", 1, 1, PLAIN),
+    "fused step": Cost(step, "check update", 1, 0, FUSED),
+    "together": Cost(together, "unscale", 1, 1, PLAIN),
+    "fused together": Cost(together, "check", 1, 0, FUSED),
+    "unscale_": Cost(unscale, "unscale update", 1, 1),
+    "norm": Cost(norm, "check clip", 1, 0),
+    "clip": Cost(clip(), "check unscale update", 2, 1),
+    "clip by the largest": Cost(clip(INF), "check unscale update", 2, 1),
+    "clip, then together": Cost(clip(then=together), "check unscale update", 2, 1),
+    "defer": Cost(clip(in_place=False), "check clip update", 1, 0, FUSED),
+    "defer, then together": Cost(
+        clip(in_place=False, then=together), "check clip update", 1, 0, FUSED
+    ),
+}
+for limit in LIMITS:
+    COSTS |= {
+        f"clip, {limit}": Cost(clip(skip_above=limit), "check clip unscale update", 2, 1),
+        f"defer, {limit}": Cost(
+            clip(in_place=False, skip_above=limit), "check clip update", 1, 0, FUSED
+        ),
+        f"step, {limit}": Cost(step, "unscale clip update", 1, 1, PLAIN, {"skip_above": limit}),
+        f"fused step, {limit}": Cost(step, "check clip update", 1, 0, FUSED, {"skip_above": limit}),
+    }
+
+
+# Settings, and what launches they turn into which others: a policy's update is a launch of its own.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "usual": ({}, {}),
+    "tracked": ({"track": "overflow"}, {}),
+    "policy": ({"policy": LogMax()}, {"unscale": "unscale update", "check": "check update"}),
+}
+
+
+@pytest.mark.parametrize("added", SETTINGS)
+@pytest.mark.parametrize("name", COSTS)
+def test_launches_bytes_and_tables(launcher: ReferenceLauncher, name: str, added: str) -> None:
+    cost, (settings, others) = COSTS[name], SETTINGS[added]
+    for kind in cost.kinds:
+        run = side(GradScaler, kind, **cost.settings, **settings)
+        run.scaler.scale(run.loss(3)).backward()
+        grads = [param.grad for param in run.model.parameters()]
+        size, tables = sum(grad.nbytes for grad in grads), _C.tables_made()
+        for turn in range(4):
+            for grad in grads:
+                grad.fill_(2.0)
+            launcher.launches.clear()
+            launcher.read = launcher.written = 0
+            cost.call(run)
+            assert (launcher.read, launcher.written) == (cost.reads * size, cost.writes * size)
+            if turn or added != "tracked":  # which walks once to know the parameters
+                assert launcher.launches == others.get(cost.launches, cost.launches).split(), kind
+        assert _C.tables_made() == tables + 1
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -89,74 +180,41 @@ def test_the_check_writes_the_grad_scale(
     assert grad_scale is not run.scaler._scale
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_step_only_reads(launcher: ReferenceLauncher, kind: str) -> None:
-    run = warmed(kind, launcher)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    assert launcher.launches == ["check", "update"]
-    assert (launcher.read, launcher.written) == (gradient_bytes(run), 0)
-
-
-@pytest.mark.parametrize("kind", [*PLAIN, *FUSED])
-def test_step_and_update_is_one_launch(launcher: ReferenceLauncher, kind: str) -> None:
-    run = warmed(kind, launcher)
-    run.scaler.step_and_update(run.optimizer)
-    assert launcher.launches == ["check" if kind in FUSED else "unscale"]
-
-
-def test_explicit_unscale_is_not_repeated(launcher: ReferenceLauncher) -> None:
-    run = warmed("sgd", launcher)
-    run.scaler.unscale_(run.optimizer)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    assert launcher.launches == ["unscale", "update"]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
-def test_one_update_for_any_number_of_optimizers(launcher: ReferenceLauncher, count: int) -> None:
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(torch.ones(()))
-    optimizers = []
-    for i in range(count):
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        parameter.grad = torch.full((3,), math.inf if i == count - 1 else 1.0)
-        optimizers.append(torch.optim.SGD([parameter], lr=1.0))
-        scaler.step(optimizers[-1])
-    scaler.update()
-    assert launcher.launches == ["unscale"] * count + ["update"]
-    assert scaler.get_scale() == 2.0
-
-
-@pytest.mark.parametrize("bad", [0, 1, None])
-def test_the_update_rides_in_the_last_of_two_checks(
-    launcher: ReferenceLauncher, bad: int | None
+@pytest.mark.parametrize("bad", ["none", "first", "last"])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+def test_one_update_for_any_number_of_optimizers(
+    launcher: ReferenceLauncher, count: int, at_once: bool, bad: str
 ) -> None:
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(torch.ones(()))
-    optimizers = []
-    for i in range(2):
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        parameter.grad = torch.full((3,), math.inf if i == bad else 1.0)
-        optimizers.append(torch.optim.SGD([parameter], lr=1.0))
-    scaler.step_and_update(*optimizers)
-    assert launcher.launches == ["unscale", "unscale"]
-    assert scaler.get_scale() == (8.0 if bad is None else 2.0)
+    """It rides in the last of two checks, and is a launch of its own behind more."""
+    scaler = started(GradScaler, 4.0, growth_interval=1)
+    values = [1.0] * count
+    if bad != "none":
+        values[0 if bad == "first" else -1] = INF
+    optimizers = [sgd_with(torch.full((3,), value)) for value in values]
+    if at_once:
+        scaler.step_and_update(*optimizers)
+    else:
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    rides = at_once and count <= 2
+    assert launcher.launches == ["unscale"] * count + ["update"] * (not rides)
+    assert scaler.get_scale() == (8.0 if bad == "none" else 2.0)
 
 
-def test_an_update_with_many_flags_is_a_launch_of_its_own(
-    launcher: ReferenceLauncher,
-) -> None:
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(torch.ones(()))
-    optimizers = []
-    for i in range(3):
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        parameter.grad = torch.full((3,), math.inf if i == 0 else 1.0)
-        optimizers.append(torch.optim.SGD([parameter], lr=1.0))
-    scaler.step_and_update(*optimizers)
-    assert launcher.launches == ["unscale"] * 3 + ["update"]
-    assert scaler.get_scale() == 2.0
+def test_one_coefficient_for_all_lists(launcher: ReferenceLauncher) -> None:
+    optimizers = [sgd_with(torch.full((n,), 8.0, dtype=FLOATS[n % 2])) for n in range(1, 7)]
+    norm = started(GradScaler, 4.0).clip_grad_norm_(optimizers, 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(21 * 4))
+    assert launcher.launches == ["check"] * 6 + ["clip"] + ["unscale"] * 6
+
+
+def test_a_clip_multiplies_by_the_coefficient_of_its_norm(launcher: ReferenceLauncher) -> None:
+    optimizer = sgd_with(*(torch.full((n,), 8.0) for n in (5, 5000, 1)))
+    norm = started(GradScaler, 4.0).clip_grad_norm_(optimizer, 1.0)
+    for grad in grads_of(optimizer):
+        assert_same(grad, torch.full_like(grad, 2.0) * coefficient_of(norm, 1.0).float())
 
 
 def test_a_launch_that_fails_leaves_no_flag_behind(
@@ -207,17 +265,23 @@ def test_a_raising_step_takes_the_update_back(launcher: ReferenceLauncher) -> No
     assert_same(run.scaler.state_dict(), state)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+@pytest.mark.parametrize("clips", [False, True])
 def test_every_dtype_is_a_launch_and_all_share_a_table(
-    launcher: ReferenceLauncher, kind: str
+    launcher: ReferenceLauncher, clips: bool
 ) -> None:
-    grads = [torch.full((n,), 8.0, dtype=dtype) for n in (1, 5000) for dtype in FLOATS]
-    before = _C.tables_made()
-    functional.unscale_(grads, found := torch.zeros(()), torch.tensor(0.5))
-    assert launcher.launches == ["unscale"] * len(FLOATS)
+    optimizer = sgd_with(
+        *(torch.full((n,), 8.0, dtype=dtype) for n in (1, 5000) for dtype in FLOATS)
+    )
+    scaler, before = started(GradScaler, 2.0, allow_fp16=True), _C.tables_made()
+    if clips:
+        norm = scaler.clip_grad_norm_(optimizer, 1e9)
+        assert norm.item() == pytest.approx(math.sqrt(4 * 5001 * 4.0**2))
+    else:
+        scaler.unscale_(optimizer)
+    assert launcher.launches == ["check"] * 4 * clips + ["unscale"] * 4
     assert _C.tables_made() == before + 1
-    assert found.item() == 0.0
-    for gradient in grads:
+    assert scaler.found_inf(optimizer).item() == 0.0
+    for gradient in grads_of(optimizer):
         assert_same(gradient, torch.full_like(gradient, 4.0))
 
 
@@ -225,36 +289,11 @@ def test_nothing_is_launched_for_nothing(launcher: ReferenceLauncher) -> None:
     functional.unscale_([], torch.zeros(()), torch.tensor(0.5))
     functional.check_([torch.zeros(0, 3)], torch.zeros(()))
     assert launcher.launches == []
+    assert started(GradScaler).clip_grad_norm_(sgd_with(torch.zeros(0)), 1.0).item() == 0.0
+    assert launcher.launches == ["clip"]
 
 
 # Tracking
-
-# Views, which launch nothing.
-VIEWS = ("view", "slice", "select", "reshape", "detach", "alias", "as_strided", "to", "expand")
-
-
-def ops_of(kind: str, launcher: ReferenceLauncher, track: str | None) -> tuple[Any, Counter[str]]:
-    """Kernel launches of a step, and torch's ops around them."""
-    run = warmed(kind, launcher, track=track)
-    # The reference launcher calls ops, too.
-    kernels = launcher.multi_tensor
-    launcher.multi_tensor = lambda *work: None  # type: ignore[method-assign]
-    with torch.autograd.profiler.profile() as seen:
-        run.scaler.unscale_(run.optimizer)
-    launcher.multi_tensor = kernels  # type: ignore[method-assign]
-    names = [e.name.removeprefix("aten::") for e in seen.function_events if e.cpu_parent is None]
-    ops = Counter(name for name in names if name not in VIEWS)
-
-    run = warmed(kind, launcher, track=track)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    return (list(launcher.launches), launcher.read, launcher.written), ops
-
-
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_marks_cost_no_launch_and_no_byte(launcher: ReferenceLauncher, kind: str) -> None:
-    costs, ops = ops_of(kind, launcher, None)
-    assert ops_of(kind, launcher, "overflow") == (costs, ops)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
@@ -337,18 +376,6 @@ def test_any_change_makes_another(launcher: ReferenceLauncher) -> None:
         assert unscale(changed) == 1
         assert unscale(changed) == 0
     assert unscale(grads) == 0, "the first is still known"
-
-
-def test_another_dtype_at_the_same_address(launcher: ReferenceLauncher) -> None:
-    half = torch.ones(8, dtype=torch.float16)
-    assert unscale([half]) == 1
-    assert unscale([half.view(torch.bfloat16)]) == 1
-
-
-def test_lists_in_turn_keep_their_tables(launcher: ReferenceLauncher) -> None:
-    lists = [[torch.ones(4) for _ in range(3)] for _ in range(8)]
-    assert [unscale(grads) for grads in lists] == [1] * 8
-    assert [unscale(grads) for grads in lists * 3] == [0] * 24
 
 
 def test_optimizers_that_step_in_turn_keep_their_tables(launcher: ReferenceLauncher) -> None:
@@ -504,10 +531,3 @@ def test_a_factor_that_is_no_number_is_refused_as_apart(launcher: ReferenceLaunc
     with pytest.raises((TypeError, RuntimeError), match=r"growth_factor|scale_growth_factor"):
         run.scaler.step_and_update(run.optimizer)
     assert launcher.launches == ["unscale"]
-
-
-def test_without_optimizers_there_is_nothing_to_update() -> None:
-    scaler = GradScaler("cpu", track="overflow")
-    scaler.scale(torch.ones(()))
-    with pytest.raises(AssertionError, match="No inf checks"):
-        scaler.step_and_update()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import re
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +13,12 @@ import torch
 from support.kernel_calls import grads_of, run_check, run_unscale
 from support.reference_launcher import ReferenceLauncher, spans_of
 
-from ampfast import _C, capture
-from ampfast.backends import core, cpu
+from ampfast import _C
+from ampfast.backends import core
 from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -121,16 +118,6 @@ def test_large_tables_are_not_all_kept() -> None:
     assert kept == [False] * 2 + [True] * 5
 
 
-def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:
-    tensors = [torch.ones(5_000), torch.ones(7_000, dtype=torch.float64)]
-    table = core.DeviceTable.of(grads_of(tensors), False)
-    first, second = table.segments
-    assert (first.chunks, second.chunks) == (3, 7)
-    assert (first.first, second.first) == (0, 3)
-    assert table.partials.shape == (10,)
-    assert table.words.numel() == 2 * 10
-
-
 @pytest.fixture
 def few_chunks() -> Iterator[None]:
     """Chunks of several windows also in short lists."""
@@ -189,22 +176,6 @@ def test_chunks_of_100_000_tensors() -> None:
     assert chunks == [(tensor.data_ptr(), 16, i) for i, tensor in enumerate(tensors)]
 
 
-def test_enough_chunks_are_at_least_one() -> None:
-    with pytest.raises(RuntimeError, match="the number of chunks must be positive, got 0"):
-        _C.set_chunks(enough=0)
-
-
-@pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), cpu])
-def test_an_update_in_one_call(kernels: Any) -> None:
-    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
-    before = scale._version
-    for found, wanted in ((0.0, 6.0), (1.0, 3.0)):
-        flags = [torch.tensor(0.0), torch.tensor(found)]
-        assert kernels.update(Update(scale, tracker, flags, 3.0, 0.5, 1)) is True
-        assert scale.item() == wanted
-    assert scale._version == before + 2
-
-
 def test_an_update_without_a_state_cannot_be_undone() -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
     kernels = DeviceKernels(ReferenceLauncher())
@@ -213,83 +184,6 @@ def test_an_update_without_a_state_cannot_be_undone() -> None:
     assert (ending.applied, scale.item()) == (True, 4.0)
     with pytest.raises(RuntimeError, match="without a state cannot be undone"):
         ending.undo()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"scale": torch.tensor(2.0, dtype=torch.float64)},
-        {"scale": torch.tensor(2.0, requires_grad=True)},
-        {"growth_tracker": torch.tensor(0)},
-        {"growth_tracker": torch.tensor(0, dtype=torch.int32, device="meta")},
-        {"found_infs": [torch.tensor(0.0), torch.tensor(0.0, device="meta")]},
-        {"found_infs": [torch.zeros(2)]},
-        {"norm": torch.tensor(1.0, dtype=torch.float64)},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> None:
-    known = {
-        "scale": torch.tensor(2.0),
-        "growth_tracker": torch.tensor(0, dtype=torch.int32),
-        "found_infs": [torch.tensor(0.0)],
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 1,
-    }
-    on_device = DeviceKernels(ReferenceLauncher())
-    assert on_device.ending(Update(**known)) is not None
-    unknown = Update(**{**known, **other})
-    assert on_device.ending(unknown) is None
-    for kernels in (on_device, cpu):
-        assert not kernels.update(unknown)
-        assert unknown.scale.item() == 2.0
-    known["norm"] = torch.tensor(1.0)
-    for kernels in (on_device, cpu):
-        assert kernels.update(Update(**known))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            {"found_inf": torch.zeros(2)},
-            "found_inf must be a contiguous tensor of 1 elements of Float on cpu",
-        ),
-        ({"found_inf": torch.zeros((), device="meta")}, "of 1 elements of Float on cpu"),
-        (
-            {"coefficient": torch.ones(())},
-            "coefficient must be a contiguous tensor of 1 elements of Double",
-        ),
-        ({"sums": torch.zeros(2)}, "sums must be a contiguous tensor of 2 elements of Double"),
-        ({"sums": torch.zeros(2, device="meta").double()}, "2 elements of Double on cpu"),
-        (
-            {"sums": torch.zeros(2).double(), "coefficient": torch.ones(()).double()},
-            "sums are taken in the pass before the one with a coefficient",
-        ),
-    ],
-)
-def test_arguments_that_a_pass_cannot_take_are_refused(
-    wrong: dict[str, torch.Tensor], said: str
-) -> None:
-    launcher, gradient = ReferenceLauncher(), torch.full((3,), 8.0)
-    with pytest.raises(RuntimeError, match=re.escape(said)):
-        kernels, scale = DeviceKernels(launcher), torch.tensor(4.0)
-        run_unscale(kernels, grads_of([gradient]), scale, is_scale=True, **wrong)
-    assert launcher.launches == []
-    assert gradient.tolist() == [8.0] * 3
-
-
-def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("ampfast.backends.triton.launch")
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    known, programs = ("known", CPU, (), torch.Tensor), []
-    again = 2, lambda number, arguments: programs.append(number), False
-    monkeypatch.setattr(launch, "_launched", {known: again})
-    launch._launch("known", CPU, 3, (torch.ones(()),))
-    assert programs == [2]
-    with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):
-        launch._launch("unknown", CPU, 3, (torch.ones(()),))
 
 
 def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:

@@ -17,7 +17,6 @@ from support.scalers import TorchScaler
 
 from ampfast import GradScaler, functional
 
-pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 

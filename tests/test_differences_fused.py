@@ -15,7 +15,6 @@ from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 
-pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 

@@ -16,10 +16,8 @@ from support.one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler
-from ampfast.backends import core
 from ampfast.optimizers import lacks_momentum
 
-pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 
@@ -57,22 +55,6 @@ def test_parameters_that_lack_momentum() -> None:
     assert lacks_momentum(optimizer)
     optimizer.param_groups[1]["fused"] = False
     assert not lacks_momentum(optimizer), "what is not fused is skipped by the host"
-
-
-def test_many_groups_read_the_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [{"params": [parameter_with(torch.ones(2))]} for _ in range(20)]
-    optimizer = fused_sgd(momentum=0.9)(groups)
-    optimizer.step()
-    read: list[Any] = []
-
-    def lacks_state(params: Any, state: Any, name: str) -> bool:
-        read.append(state)
-        return native_lacks_state(params, state, name)
-
-    native_lacks_state = core.lacks_state
-    monkeypatch.setattr(core, "lacks_state", lacks_state)
-    assert not lacks_momentum(optimizer)
-    assert len(read) == 1
 
 
 MOMENTA = [

@@ -18,8 +18,6 @@ from support.optimizers import FUSED, OPTIMIZERS, Legacy
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler
-from ampfast.loss_scale import Limits, LossScale
-from ampfast.optimizers import ByOptimizer
 
 
 def started(**arguments: Any) -> GradScaler:
@@ -315,42 +313,6 @@ def test_flags_of_dropped_gradients_count() -> None:
     assert scaler.step_skipped(optimizer)
 
 
-def test_an_id_that_comes_back_is_another_optimizer() -> None:
-    class Bare:
-        pass
-
-    checks, ids = ByOptimizer[int](), set()
-    for number in range(200):
-        optimizer = Bare()
-        ids.add(id(optimizer))
-        assert checks.get(optimizer) is None
-        checks.record(optimizer, number)
-        assert checks.get(optimizer) == number
-        assert list(checks) == [(optimizer, number)]
-        del optimizer
-        assert list(checks) == []
-    assert len(ids) < 200
-
-
-def test_objects_without_weak_references_are_held() -> None:
-    class Slotted:
-        __slots__ = ()
-
-    checks, optimizer = ByOptimizer[Any](), Slotted()
-    for value in (1, 2):
-        checks.record(optimizer, value)
-        assert checks.get(optimizer) == value
-    assert checks.get(Slotted()) is None
-    assert [each for each, _ in checks] == [optimizer]
-
-
-def test_the_last_norm_of_the_same_gradients_counts() -> None:
-    loss_scale, optimizer = LossScale(Limits()), optimizer_of("sgd")
-    for value in (1.0, 3.0):
-        loss_scale.record_norm([optimizer], torch.tensor(value), 2.0)
-    assert loss_scale.joint_norm(torch.device("cpu")).item() == 3.0
-
-
 @pytest.mark.parametrize("norm", [1.7e25, 1e-30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_joint_norm_whose_squares_float32_cannot_hold(norm: float, dtype: torch.dtype) -> None:
@@ -384,15 +346,3 @@ def test_a_legacy_optimizer_that_checks_nothing_is_unknown() -> None:
     with pytest.warns(FutureWarning):
         scaler.step(optimizer)
     assert_unknown(scaler, optimizer)
-
-
-class Slotted:
-    """Optimizer without weak references."""
-
-    __slots__ = ("param_groups",)
-
-    def __init__(self, param: torch.nn.Parameter) -> None:
-        self.param_groups = [{"params": [param]}]
-
-    def step(self) -> None:
-        pass

@@ -299,27 +299,6 @@ def test_attributes_may_become_properties(attribute: str) -> None:
     agree(use)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-def test_a_skipped_step_never_calls_the_optimizer(optimizer: str) -> None:
-    """Lightning, Accelerate and schedulers wrap `step` on the instance to detect whether it ran."""
-
-    def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, optimizer, init_scale=64.0)
-        calls, inner = [], one.optimizer.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            calls.append((args, sorted(kwargs)))
-            inner(*args, **kwargs)
-            return "ran"
-
-        one.optimizer.step = step
-        returned = [one.train(seed, bad) for seed, bad in enumerate([None, float("nan"), None])]
-        return [returned, calls, one.observe()]
-
-    returned, calls, _ = agree(use).value
-    assert returned == ["ran", None, "ran"] and len(calls) == 2
-
-
 def test_arguments_and_results_pass_through_step() -> None:
     class Optimizer(torch.optim.SGD):
         def step(self, closure: Any = None, factor: float = 1.0) -> list[Any]:
@@ -350,28 +329,6 @@ def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
         return run(Filled, optimizer)
 
     agree(use)
-
-
-@pytest.mark.parametrize("calls", [["step"], ["unscale_", "step"]], ids=" ".join)
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_the_scale_is_asked_for_as_often_as_by_torch(kind: str, calls: list[str]) -> None:
-    asked: dict[Scaler, list[str]] = {}
-    for scaler_type in (GradScaler, TorchScaler):
-        names = asked.setdefault(scaler_type, [])
-
-        class Asked(scaler_type):  # type: ignore[misc, valid-type]
-            def _check_scale_growth_tracker(self, funcname: str) -> Any:
-                names.append(funcname)  # noqa: B023
-                return super()._check_scale_growth_tracker(funcname)
-
-        one = side(Asked, kind)
-        one.scaler.scale(torch.ones(()))
-        for param in one.model.parameters():
-            param.grad = torch.ones_like(param)
-        for call in calls:
-            getattr(one.scaler, call)(one.optimizer)
-        one.scaler.update()
-    assert asked[GradScaler] == asked[TorchScaler]
 
 
 def test_a_scale_that_is_nowhere_is_an_error() -> None:

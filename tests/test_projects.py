@@ -226,3 +226,21 @@ PROJECTS: list[Callable[[Scaler], Any]] = [
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.__name__)
 def test_projects(project: Callable[[Scaler], Any]) -> None:
     assert agree(project).error is None
+
+
+def test_autocast_training() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, "adam", init_scale=2.0**24, growth_interval=3)
+        scales = []
+        for seed in range(12):
+            one.optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = one.model(inputs(seed)).float().square().mean()
+            one.scaler.scale(loss).backward()
+            one.scaler.step(one.optimizer)
+            one.scaler.update()
+            scales.append(one.scaler.get_scale())
+        return [scales, one.observe()]
+
+    scales = agree(use).value[0]
+    assert scales[0] < 2.0**24, "the start scale was meant to overflow"

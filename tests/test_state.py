@@ -43,20 +43,6 @@ def test_state_dict_has_torchs_five_keys() -> None:
     assert list(agree(use).value[0]) == KEYS
 
 
-@pytest.mark.parametrize("start", ["before", "after", "both", "never"])
-def test_load_before_and_after_the_start(start: str) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler = scaler_type("cpu")
-        if start in ("before", "both"):
-            scaler.scale(torch.ones(()))
-        scaler.load_state_dict(FIVE)
-        if start in ("after", "both"):
-            scaler.scale(torch.ones(()))
-        return everything(scaler)
-
-    assert agree(use).value[0] == FIVE
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -98,17 +84,6 @@ def test_an_empty_state() -> None:
         scaler_type("cpu").load_state_dict({})
 
     assert isinstance(agree(use).error, RuntimeError)
-
-
-@pytest.mark.parametrize("state", [None, 5])
-def test_what_is_no_state(state: Any) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        try:
-            scaler_type("cpu").load_state_dict(state)
-        except TypeError as error:
-            return str(error)
-
-    assert "has no len()" in agree(use).value
 
 
 def test_loading_writes_in_place() -> None:
@@ -202,30 +177,6 @@ def test_copies_continue(way: Any, steps: int) -> None:
     assert agree(use).value[0] is True
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_no_copy_in_the_middle_of_an_iteration(way: Any, call: str) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, init_scale=8.0)
-        one.scaler.scale(one.loss(0)).backward()
-        getattr(one.scaler, call)(one.optimizer)
-        way(one.scaler)
-
-    assert isinstance(agree(use).error, AssertionError)
-
-
-def test_getstate_has_torchs_entries() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, init_scale=64.0, growth_interval=9)
-        for seed in range(3):
-            one.train(seed)
-        state = one.scaler.__getstate__()
-        names = vars(TorchScaler("cpu"))
-        return {name: state[name] for name in names}
-
-    agree(use)
-
-
 def test_a_torch_pickle_loads() -> None:
     """A pickle of torch's scaler restores a complete scaler of ours."""
     ours, theirs = paired("adam", init_scale=64.0, growth_interval=2)
@@ -271,19 +222,7 @@ def test_our_pickle_fills_a_torch_scaler() -> None:
     assert_same(ours.observe(), theirs.observe())
 
 
-def test_a_disabled_scaler_pickles() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        other = through_pickle(scaler_type("cpu", enabled=False))
-        return [other.is_enabled(), other.get_scale(), other.state_dict()]
-
-    agree(use)
-
-
 # Disabled scalers
-
-
-def _disabled(scaler_type: Scaler) -> TorchScaler:
-    return scaler_type("cpu", enabled=False)
 
 
 DISABLED = {
@@ -323,30 +262,6 @@ def test_disabled(call: Any) -> None:
         return [result, one.observe()]
 
     agree(use)
-
-
-def test_disabled_questions_have_an_answer() -> None:
-    one = side(GradScaler, enabled=False)
-    one.train(0)
-    assert_same(one.scaler.found_inf(one.optimizer), torch.zeros(()))
-    assert one.scaler.step_skipped(one.optimizer) is False
-
-
-def test_enabled_later() -> None:
-    def off_and_on(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)
-        for seed in range(6):
-            one.scaler._enabled = seed % 3 != 1
-            one.train(seed, INF if seed == 3 else None)
-        return one.observe()
-
-    def on_without_state(scaler_type: Scaler) -> Any:
-        scaler = _disabled(scaler_type)
-        scaler._enabled = True
-        return scaler.scale(torch.ones(()))
-
-    assert agree(off_and_on).error is None
-    assert isinstance(agree(on_without_state).error, AttributeError)
 
 
 def test_repr_without_a_wait_of_the_host() -> None:

@@ -96,16 +96,6 @@ def test_equals_step_then_update(
             assert ours.scaler.found_inf(optimizer).item() == float(hit)
 
 
-def test_state_can_be_mixed_with_the_calls_apart() -> None:
-    ours, theirs = trials(("adam", "fused_sgd"))
-    for seed in range(9):
-        for trial in (ours, theirs):
-            trial.backward(seed, (seed % 2,) if seed % 3 == 1 else ())
-        (ours.at_once if seed % 2 else ours.apart)()
-        theirs.apart()
-        ours.same_as(theirs)
-
-
 IRREGULAR: dict[str, Callable[[], torch.Tensor]] = {
     "sparse": lambda: torch.sparse_coo_tensor(
         [[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True
@@ -213,14 +203,6 @@ def test_an_update_that_no_kernel_does(kind: str) -> None:
         ours.at_once()
 
 
-def test_an_update_that_rides_moves_the_version_of_the_scale() -> None:
-    trial = Trial(GradScaler, ("sgd",))
-    trial.backward(0)
-    before = trial.scaler._scale._version
-    trial.at_once()
-    assert trial.scaler._scale._version > before
-
-
 def no_gradients(trial: Trial) -> None:
     trial.scaler.scale(torch.ones(()))
 
@@ -246,13 +228,6 @@ def test_errors_and_states_match_separate_calls(
     ours_outcome, theirs_outcome = outcome(ours.at_once), outcome(theirs.apart)
     assert_same(ours_outcome.comparable()[:2], theirs_outcome.comparable()[:2])
     ours.same_as(theirs)
-
-
-def test_the_same_optimizer_twice_is_an_error_as_apart() -> None:
-    trial = Trial(GradScaler, ("sgd",))
-    trial.backward(0)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
-        trial.scaler.step_and_update(*trial.optimizers * 2)
 
 
 def test_without_optimizers_it_is_update() -> None:
@@ -317,15 +292,6 @@ def test_an_optimizer_stepped_before_counts_too() -> None:
     assert ours.scaler.get_scale() == 2.0**9
 
 
-def test_disabled() -> None:
-    trial = Trial(GradScaler, ("sgd", "fused_adam"), enabled=False)
-    trial.backward(0)
-    before = [p.clone() for each in trial.sides for p in each.model.parameters()]
-    assert trial.at_once() == [None, None]
-    after = [p for each in trial.sides for p in each.model.parameters()]
-    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def test_returns_the_value_of_each_step() -> None:
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -367,16 +333,6 @@ def test_overridden_hooks_run_as_often_as_apart(kinds: tuple[str, ...], hook: st
     assert counts[0] == counts[1]
 
 
-def test_hooks_on_the_instance_are_honoured() -> None:
-    trial = Trial(GradScaler, ("sgd",))
-    seen = []
-    real = trial.scaler.update
-    trial.scaler.update = lambda *args: (seen.append(args), real(*args))[1]
-    trial.backward(0)
-    trial.at_once()
-    assert seen == [()]
-
-
 @pytest.mark.parametrize("own", [None, 2.0])
 @pytest.mark.parametrize("kind", FUSED)
 def test_a_bad_gradient_that_was_mended_after_unscale_still_counts(
@@ -394,20 +350,6 @@ def test_a_bad_gradient_that_was_mended_after_unscale_still_counts(
     trials[1].apart()
     trials[0].same_as(trials[1])
     assert trials[0].scaler.get_scale() == 2.0**9
-
-
-def test_scale_written_by_others_between_steps_is_used() -> None:
-    ours, theirs = trials(("sgd", "fused_sgd"))
-    for seed in range(4):
-        for trial in (ours, theirs):
-            # Neither bumps the version of the tensor.
-            trial.scaler.scale(torch.ones(()))
-            trial.scaler._scale.data.fill_(2.0 ** (5 + seed))
-            trial.scaler._growth_tracker.detach().numpy()[...] = 1
-            trial.backward(seed)
-        ours.at_once()
-        theirs.apart()
-        ours.same_as(theirs)
 
 
 def test_every_kind_of_optimizer_was_tried() -> None:

@@ -1,8 +1,9 @@
-"""Duck-typed objects that torch accepts: groups, parameters, gradients, optimizers and modes."""
+"""Duck-typed objects that torch accepts, and gradients that torch's op refuses."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections import UserDict
 from collections.abc import Callable
@@ -10,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparison import assert_same
 from support.gradients import parameter_with, six
 from support.outcomes import agree, outcome
 from support.scalers import Scaler, TorchScaler, started
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from ampfast import GradScaler
-
-CPU = torch.device("cpu")
-
 
 # Parameter containers
 
@@ -188,19 +189,6 @@ def test_parameters(make: Callable[[], Any], call: str) -> None:
     agree(quiet)
 
 
-def test_a_gradient_whose_access_raises() -> None:
-    class Raising(torch.nn.Parameter):
-        @property
-        def grad(self) -> Any:
-            raise ArithmeticError("no gradient here")
-
-    def use(scaler_type: Scaler) -> None:
-        p = Raising(torch.ones(3))
-        started(scaler_type, 3.0).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
-
-    assert isinstance(agree(use).error, ArithmeticError)
-
-
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_a_nested_gradient_is_refused_as_torch_does(backend: str) -> None:
     def error_of(scaler_type: Scaler, **arguments: Any) -> Any:
@@ -295,26 +283,6 @@ def test_optimizers(kind: type) -> None:
     agree(use)
 
 
-def test_a_step_that_raises_may_be_taken_again() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler, p, calls = started(scaler_type, 3.0), six(3), []
-
-        def step() -> str:
-            calls.append(1)
-            if len(calls) == 1:
-                raise ArithmeticError("the first call fails")
-            return "stepped"
-
-        optimizer = types.SimpleNamespace(param_groups=[{"params": [p]}], step=step)
-        with pytest.raises(ArithmeticError):
-            scaler.step(optimizer)
-        stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-        return [stage, scaler.step(optimizer), p.grad]
-
-    # Already unscaled, so the second call does nothing.
-    assert agree(use).value[2].tolist() == [2.0, 2.0, 2.0]
-
-
 def test_an_update_inside_step() -> None:
     def use(scaler_type: Scaler) -> Any:
         scaler, p = started(scaler_type, 3.0), six(3)
@@ -323,3 +291,97 @@ def test_an_update_inside_step() -> None:
         return [len(scaler._per_optimizer_states), scaler.state_dict(), p.grad]
 
     agree(use)
+
+
+FLOATS = (torch.float32, torch.float64)
+
+
+class Same(torch.Tensor):
+    """Subclass without changes."""
+
+
+class Wrapper(torch.Tensor):
+    """Wrapper subclass that supports all ops but the scaler's."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_amp_" in str(func):
+            raise NotImplementedError(f"{func} of {cls.__name__}")
+        args = tree_map_only(Wrapper, lambda wrapper: wrapper.inner, args)
+        return func(*args, **(kwargs or {}))
+
+
+def sixes(dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((4,), 6.0).to(dtype)
+
+
+def masked(dtype: torch.dtype) -> torch.Tensor:
+    return torch.masked.masked_tensor(sixes(dtype), torch.tensor([True, False, True, True]))
+
+
+def fake(dtype: torch.dtype) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(sixes(dtype))
+
+
+def nested(dtype: torch.dtype) -> torch.Tensor:
+    return torch.nested.nested_tensor([sixes(dtype), sixes(dtype)], layout=torch.strided)
+
+
+REFUSED: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "masked": masked,
+    "fake": fake,
+    "wrapper": lambda dtype: Wrapper(sixes(dtype)),
+    "nested": nested,
+    "expanded": lambda dtype: sixes(dtype)[:1].expand(4),
+    "negative": lambda dtype: sixes(dtype)._neg_view(),
+    "expanded subclass": lambda dtype: sixes(dtype)[:1].expand(4).as_subclass(Same),
+    "complex": lambda dtype: torch.full((4,), 6 + 0j),
+}
+TAKEN: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "plain": sixes,
+    "overlapping": lambda dtype: sixes(dtype).as_strided((3, 2), (1, 1)),
+    "subclass": lambda dtype: sixes(dtype).as_subclass(Same),
+}
+
+
+class Holder(torch.nn.Parameter):
+    """Parameter that accepts any gradient, unlike autograd."""
+
+    kept: torch.Tensor
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.kept
+
+
+def unscaled(scaler_type: Scaler, *gradients: torch.Tensor, **arguments: Any) -> Exception:
+    """Error of unscaling the gradients."""
+    parameters = [Holder(torch.ones(4)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.kept = gradient
+    optimizer = types.SimpleNamespace(param_groups=[{"params": parameters}])
+    with pytest.raises(Exception) as raised:
+        started(scaler_type, 3.0, **arguments).unscale_(optimizer)
+    return raised.value
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_nothing_is_divided_beside_a_refused_gradient(kind: str, backend: str) -> None:
+    theirs = unscaled(TorchScaler, REFUSED[kind](torch.float32))
+    for name, dtypes in itertools.product(TAKEN, itertools.product(FLOATS, FLOATS)):
+        for first in (False, True):
+            refused, taken = REFUSED[kind](dtypes[0]), TAKEN[name](dtypes[1])
+            gradients = (refused, taken) if first else (taken, refused)
+            error = unscaled(GradScaler, *gradients, backend=backend)
+            assert type(error) is type(theirs)
+            assert_same(taken, TAKEN[name](dtypes[1]))

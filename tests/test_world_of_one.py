@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.captures import Capturing
-from support.compiled_training import Training
+from support.captures import Capturing, Training
 from support.gradients import parameter_with
 from support.reference_launcher import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh

@@ -132,15 +132,6 @@ def test_what_cannot_be_compared(compared: Any, program: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.slow
-def test_program_without_a_seed_is_not_blamed_on_ampfast(compared: Any) -> None:
-    done = compared(ONE.replace("torch.manual_seed(int(sys.argv[1]))", ""), "train.py")
-    assert done.returncode == 0
-    assert "differs from the first at step 1: the program does not repeat itself" in done.stdout
-    assert "So a difference from ampfast says nothing." in done.stdout
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
 def test_difference_with_its_step_and_picture(compared: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws")
     change = "\n    if step == 25 and hasattr(scaler, 'stats'): model.bias.data += 1"
@@ -228,12 +219,6 @@ def test_zeros_of_either_sign_differ(say: Any) -> None:
     assert "losses: differ from step 2 on: torch 0.0, ampfast -0.0, apart by 0" in text
 
 
-def test_nan_that_only_torch_has_is_said(say: Any) -> None:
-    theirs = record([1.0, NAN])
-    _, text, _ = say([theirs], [record([1.0, 2.0])], [theirs])
-    assert "torch nan, ampfast 2.0: torch's became NaN, ampfast's did not" in text
-
-
 def test_nan_of_torch_is_said_even_if_it_does_not_repeat_itself(say: Any) -> None:
     ours, theirs, again = record([1.0, 2.0]), record([1.0, NAN]), record([1.0, 5.0])
     code, text, _ = say([theirs], [ours], [again])
@@ -291,6 +276,7 @@ def test_a_difference_by_a_nan_of_torch_says_so(say: Any) -> None:
     theirs = record([1.0, NAN])
     code, text, _ = say([theirs], [record([1.0, 2.0])], [theirs])
     assert code == 1
+    assert "torch nan, ampfast 2.0: torch's became NaN, ampfast's did not" in text
     assert "They differ because torch's became NaN, ampfast's did not." in text
 
 
@@ -447,20 +433,6 @@ def test_generators_threads_input_and_files(compared: Any, tmp_path: Path) -> No
 
 @pytest.mark.sweep
 @pytest.mark.slow
-def test_programs_whose_runs_alternate(compared: Any) -> None:
-    toggle = "import os\nif os.path.exists('on'): os.remove('on'); sys.argv[1] = '7'\n"
-    toggle += "else: open('on', 'w').close()\n"
-    done = compared(
-        SETUP.replace("import sys, torch", f"import sys, torch\n{toggle}") + ONE[len(SETUP) :],
-        "train.py",
-        "0",
-    )
-    assert done.returncode == 0, done.stdout
-    assert "So a difference from ampfast says nothing." in done.stdout
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
 def test_the_last_step_is_compared(compared: Any) -> None:
     change = "\nif hasattr(scaler, 'stats'): model.bias.data[0] += 1e-6"
     done = compared(ONE + change, "train.py", "0")
@@ -519,12 +491,6 @@ def test_options_behind_the_script(
         "as_json": True,
         "plot": None,
     }
-
-
-def test_no_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--steps", "0", "train.py"])
-    assert "--steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "info"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -10,28 +11,106 @@ from typing import Any
 
 import pytest
 import torch
-from schedule_support import (
-    INF,
-    KINDS,
-    SCHEDULERS,
-    SETTINGS,
-    SKIPPED,
-    STEPS,
-    exact,
-    late,
-    late_one,
-    rates,
-    trained,
-    without_scaler,
-)
 from support.comparison import assert_same
+from support.optimizers import OPTIMIZERS
 from support.scalers import TorchScaler
-from support.twins import side
-from torch.optim import lr_scheduler
+from support.twins import Side, side, small_model
+from torch.optim import lr_scheduler, swa_utils
 
 import ampfast
 from ampfast import GradScaler, LateScheduler, capture
 from ampfast import lr_scheduler as module_under_test
+
+INF = float("inf")
+# The first step and two in a row are skipped, the last one runs.
+SKIPPED = (0, 3, 6, 7)
+STEPS = 12
+SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": OPTIMIZERS["momentum"],
+    "adam": OPTIMIZERS["adam"],
+    "fused_momentum": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9, fused=True),
+    "fused_adamw": OPTIMIZERS["fused_adamw"],
+}
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 1 - 0.01 * epoch),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.25, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, step_size_up=3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.4, total_steps=20),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 10, 2.0),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.05, anneal_epochs=5),
+}
+
+
+def arguments_of(scheduler: Any, step: int) -> tuple[float, ...]:
+    """Arguments of the scheduler's `step`; the loss alternately falls and rises three times."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        return (8.0 - step if step // 3 % 2 else 8.0 + step,)
+    return ()
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    """Learning rates and momenta."""
+    names = ("lr", "momentum", "betas")
+    return [[group[name] for name in names if name in group] for group in optimizer.param_groups]
+
+
+def without_scaler(kind: str, schedule: str, skipped: tuple[int, ...] = SKIPPED) -> list[Any]:
+    """Rates by iteration, and finally, of a loop without the skipped iterations."""
+    model = small_model()
+    optimizer = KINDS[kind](list(model.parameters()))
+    scheduler = SCHEDULERS[schedule](optimizer)
+    seen = []
+    for step in range(STEPS):
+        seen.append(rates(optimizer))
+        if step not in skipped:
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            scheduler.step(*arguments_of(scheduler, step))
+    return [*seen, rates(optimizer)]
+
+
+Advance = Callable[[Side, Any, int], None]
+
+
+def exact(one: Side, scheduler: Any, step: int) -> None:
+    if not one.scaler.step_skipped(one.optimizer):
+        scheduler.step(*arguments_of(scheduler, step))
+
+
+def late(one: Side, scheduler: Any, step: int) -> None:
+    scheduler.step(*arguments_of(scheduler, step))
+
+
+def trained(one: Side, scheduler: Any, advance: Advance, steps: range = range(STEPS)) -> list[Any]:
+    seen = []
+    for step in steps:
+        seen.append(rates(one.optimizer))
+        one.train(step, INF if step in SKIPPED else None)
+        advance(one, scheduler, step)
+    return seen
+
+
+def late_one(kind: str, schedule: str, **arguments: Any) -> tuple[Side, LateScheduler]:
+    one = side(GradScaler, KINDS[kind], **{**SETTINGS, **arguments})
+    return one, LateScheduler(SCHEDULERS[schedule](one.optimizer), one.scaler, one.optimizer)
 
 
 def recorded(run: Callable[[], list[Any]]) -> tuple[list[Any], list[str]]:
@@ -83,14 +162,9 @@ def check_late(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_exact(kind: str, schedule: str) -> None:
-    check_exact(kind, schedule, GradScaler)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_late(kind: str, schedule: str) -> None:
-    check_late(kind, schedule, GradScaler)
+@pytest.mark.parametrize("check", [check_exact, check_late])
+def test_no_schedule_counts_skipped_steps(check: Any, kind: str, schedule: str) -> None:
+    check(kind, schedule, GradScaler)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,15 +364,6 @@ def test_a_write_of_its_own_stays() -> None:
     assert another.last_epoch == 1
 
 
-def test_a_write_reaches_the_schedule_that_steps_on() -> None:
-    one, scheduler = late_one("adam", "LambdaLR")
-    scheduler.last_epoch = 9
-    one.train(1)
-    scheduler.step()
-    scheduler.flush()
-    assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**10)
-
-
 def test_within_sequential() -> None:
     """Its constructor writes `last_epoch` of the schedulers that it is given."""
     one, scheduler = late_one("adam", "ConstantLR")
@@ -372,3 +437,83 @@ def test_is_refused_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="call it after the replay"):
             scheduler.step()
     assert scheduler.last_epoch == 0
+
+
+def saved(*things: Any) -> list[Any]:
+    """State dicts, saved to and loaded from a file."""
+    file = io.BytesIO()
+    torch.save([thing.state_dict() for thing in things], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("schedule", ["ExponentialLR", "SequentialLR", "ReduceLROnPlateau"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_at_any_step(kind: str, schedule: str) -> None:
+    """Checkpoints include the pending decision, and saving does not resolve it."""
+    whole, scheduler = late_one(kind, schedule)
+    expected = [*trained(whole, scheduler, late), rates(whole.optimizer)]
+    for end in range(STEPS + 1):
+        first, scheduler = late_one(kind, schedule)
+        seen = trained(first, scheduler, late, range(end))
+        states = saved(first.model, first.optimizer, first.scaler, scheduler)
+        second, scheduler = late_one(kind, schedule, seed=1)
+        for thing, state in zip(
+            (second.model, second.optimizer, second.scaler, scheduler), states, strict=True
+        ):
+            thing.load_state_dict(state)
+        seen += trained(second, scheduler, late, range(end, STEPS))
+        assert_same([*seen, rates(second.optimizer)], expected)
+        assert_same(
+            [first.losses + second.losses, second.observe()["parameters"]],
+            [whole.losses, whole.observe()["parameters"]],
+        )
+
+
+def test_arguments_by_keyword_are_saved() -> None:
+    one, scheduler = late_one("adam", "ReduceLROnPlateau")
+    for step, metrics in enumerate((1.0, 2.0)):
+        one.train(step)
+        scheduler.step(metrics=metrics)
+    (state,) = saved(scheduler)
+    assert state["outstanding"] == ((), {"metrics": 2.0})
+    another, resumed = late_one("adam", "ReduceLROnPlateau")
+    resumed.load_state_dict(state)
+    resumed.flush()
+    assert another.optimizer.param_groups[0]["lr"] == 0.05
+    assert one.optimizer.param_groups[0]["lr"] == 0.1, "saving has decided"
+
+
+def test_resumed_after_the_first_step_before_one_that_is_skipped() -> None:
+    one, scheduler = late_one("adam", "ExponentialLR")
+    one.train(1)
+    scheduler.step()
+    (state,) = saved(scheduler)
+    another, resumed = late_one("adam", "ExponentialLR")
+    resumed.load_state_dict(state)
+    with warnings.catch_warnings():
+        # Of a scheduler created before its optimizer, as in this process.
+        warnings.simplefilter("error")
+        another.train(0, INF)
+        resumed.step()
+    assert resumed.last_epoch == 1
+
+
+def test_loading_drops_a_pending_decision() -> None:
+    one, scheduler = late_one("adam", "ExponentialLR")
+    fresh = scheduler.state_dict()
+    one.train(1)
+    scheduler.step()
+    scheduler.load_state_dict(fresh)
+    scheduler.flush()
+    assert scheduler.last_epoch == 0
+
+
+def test_a_checkpoint_of_the_scheduler_alone() -> None:
+    one, scheduler = late_one("adam", "ExponentialLR")
+    trained(one, scheduler, late)
+    scheduler.flush()
+    alone = scheduler.scheduler.state_dict()
+    _, resumed = late_one("adam", "ExponentialLR")
+    resumed.load_state_dict(copy.deepcopy(alone))
+    assert_same(resumed.state_dict(), {"scheduler": alone, "outstanding": None})

@@ -403,20 +403,6 @@ def test_edits_by_hand_win_element_by_element(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
-def test_a_skipped_step_writes_no_parameter(name: str) -> None:
-    ours, _ = both(name, torch.float16)
-    ours.train(0)
-    payload = torch.tensor([0x7E01], dtype=torch.int16).view(torch.float16)
-    param = next(ours.model.parameters())
-    ours.backward(1, math.inf)
-    with torch.no_grad():
-        param.view(-1)[0] = payload[0]
-    bits = param.view(torch.int16).clone()
-    ours.scaler.step(ours.optimizer)
-    assert torch.equal(param.view(torch.int16), bits)
-
-
 def closures() -> dict[str, Make]:
     return {
         "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
@@ -913,15 +899,6 @@ def test_state_is_the_users() -> None:
         assert set(map(id, ours.optimizer.state)) == set(map(id, ours.model.parameters()))
 
 
-def test_a_gradient_that_is_set_steps_a_frozen_parameter() -> None:
-    frozen, idle = (nn.Parameter(torch.ones(3).half(), requires_grad=False) for _ in range(2))
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([frozen, idle], lr=0.5))
-    frozen.grad = torch.ones(3).half()
-    optimizer.step()
-    assert frozen.tolist() == [0.5] * 3
-    assert list(map(id, optimizer.master_weights)) == [id(frozen)]
-
-
 def test_a_checkpoint_of_a_plain_optimizer_keeps_float32_state() -> None:
     make = OPTIMIZERS["adamw-foreach"]
     full = small_model(torch.float32)
@@ -966,45 +943,6 @@ def test_an_optimizer_in_use_is_converted_with_its_state() -> None:
     loss_of(model, 1).backward()
     optimizer.step()
     assert len(optimizer.master_weights) == 4
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_copies(copied: Callable[[Any], Any]) -> None:
-    ours, hand = both("momentum-foreach", torch.float16)
-    for seed in range(3):
-        ours.train(seed)
-        hand.train(seed)
-    model, optimizer = copied((ours.model, ours.optimizer))
-    assert type(optimizer) is type(ours.optimizer)
-    before = weights_of(ours)[0].clone()
-    ours.model, ours.optimizer = model, optimizer
-    assert_equal(ours, hand)
-    for seed in range(3, 6):
-        ours.train(seed)
-        hand.train(seed)
-        assert_equal(ours, hand)
-    assert not torch.equal(before, weights_of(ours)[0])
-
-
-def test_distributed_checkpoint() -> None:
-    state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    ours, hand = both("adamw-foreach", torch.float16)
-    for seed in range(3):
-        ours.train(seed)
-        hand.train(seed)
-    model, optimizer = state_dict.get_state_dict(ours.model, ours.optimizer)
-    assert optimizer["state"]["0.weight"]["master_param"].dtype is torch.float32
-    model, optimizer = saved(model), saved(optimizer)
-    scale = ours.scaler.state_dict()
-    ours = Ours(small_model(torch.float16), OPTIMIZERS["adamw-foreach"])
-    ours.scaler.load_state_dict(scale)
-    state_dict.set_state_dict(
-        ours.model, ours.optimizer, model_state_dict=model, optim_state_dict=optimizer
-    )
-    assert_equal(ours, hand)
-    ours.train(4)
-    hand.train(4)
-    assert_equal(ours, hand)
 
 
 def test_an_added_group() -> None:
@@ -1120,19 +1058,6 @@ def test_no_master_weight_is_made_under_capture(monkeypatch: pytest.MonkeyPatch)
             call()
     with pytest.raises(RuntimeError, match="cannot capture master_weights_"):
         ampfast.master_weights_(torch.optim.SGD([other], lr=0.5))
-
-
-def test_held_gradients_are_not_overwritten() -> None:
-    ours, _ = both("momentum-plain", torch.float16)
-    ours.train(0)
-    address = next(ours.model.parameters()).grad.data_ptr()
-    held = next(ours.model.parameters()).grad
-    copied = held.clone()
-    ours.train(1)
-    assert_same(held, copied)
-    address = next(ours.model.parameters()).grad.data_ptr()
-    ours.train(2)
-    assert next(ours.model.parameters()).grad.data_ptr() == address, "memory is used again"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -16,8 +16,7 @@ import pytest
 import torch
 from support.captures import OnGpu
 from support.comparison import assert_same
-from support.reference_launcher import ReferenceLauncher
-from support.spike_model import Rule, random_norms
+from support.scale_model import Rule, random_norms
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
@@ -65,30 +64,6 @@ def test_kernels_follow_the_rule(limit: float | Sigmas, clip: Callable[..., None
     if words is not None:
         rule.assert_are(words)
         assert rule.restarts or rule.patience > 9
-
-
-def test_an_overflow_stays_and_joins_no_norms() -> None:
-    words = Rule(Sigmas(0.0, 4)).words()
-    before = words.clone()
-    for above, taken in ((0.5, None), (0.0, words)):
-        flag = torch.ones(())
-        clipped_by(cpu.clip, math.nan, flag, above, taken)
-        assert flag.item() == 1
-        flag = torch.ones(())
-        torch_ops.spike_(flag, torch.tensor(7.0), above, taken)
-        assert flag.item() == 1
-    assert_same(words, before)
-
-
-@pytest.mark.parametrize("damage", [-1.0, math.nan, math.inf])
-def test_damaged_words_are_refused(damage: float) -> None:
-    flag = torch.zeros(())
-    words = Rule(Sigmas(6.0, 2)).words()
-    with pytest.raises(ValueError, match="no window of 2"):
-        clip_on_cpu(1.0, flag, 6.0, words[:-1])
-    words[core.norm_layout.COUNT] = damage
-    with pytest.raises(ValueError, match="no count of norms"):
-        clip_on_cpu(1.0, flag, 6.0, words)
 
 
 # Scaler
@@ -199,17 +174,6 @@ def test_sigmas(make: Any) -> None:
     assert set(reasons) == {None, "overflow", "spike"}
 
 
-def test_optimizers_have_norms_of_their_own() -> None:
-    loop, other = Loop(), Loop()
-    other.scaler = loop.scaler
-    sigmas = Sigmas(3.0, 2)
-    for norm in (1.0, 1.1, 1.05):
-        assert loop.step(norm, sigmas) is None
-        assert other.step(100 * norm, sigmas) is None
-    assert loop.step(100.0, sigmas) == "spike"
-    assert other.step(100.0, sigmas) is None
-
-
 @pytest.mark.parametrize("order", [2.0, 3.0])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order: float) -> None:
@@ -254,18 +218,6 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
         scaler.update()
         assert loops[0].now() == after
     assert scaler.history().spiked.tolist() == [True, False, False]
-
-
-def test_five_optimizers_one_of_which_spiked() -> None:
-    loops = [Loop() for _ in range(6)]
-    for loop in loops:
-        loop.scaler = loops[0].scaler
-        loop.clip(50.0 if loop is loops[3] else 1.0, 20.0)
-    for loop in loops:
-        loop.scaler.step(loop.optimizer)
-    loops[0].scaler.update()
-    assert loops[0].now() == (8.0, 0)
-    assert loops[0].scaler.stats().spikes == 1
 
 
 @pytest.mark.parametrize("reduced", ["SUM", "MAX", "AVG"])
@@ -345,32 +297,6 @@ def test_sparse_gradients_and_several_dtypes() -> None:
         assert scaler.skip_reason(optimizer) == reason
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_guard_skips_spikes(fused: bool) -> None:
-    guard = ampfast.StepGuard("cpu")
-    loop = Loop(fused_adam if fused else adam, torch.bfloat16)
-    loop.scaler = guard
-    reasons = [loop.step(norm, Sigmas(6.0, 2)) for norm in (1.0, 1.1, 1.0, 90.0, math.nan, 1.0)]
-    assert reasons == [None, None, None, "spike", "overflow", None]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_master_weights(dtype: torch.dtype) -> None:
-    param = nn.Parameter(torch.zeros(2, dtype=dtype))
-    optimizer = ampfast.master_weights_(fused_adam([param]))
-    scaler = ampfast.GradScaler("cpu", init_scale=8.0)
-    for norm, reason in ((1.0, None), (90.0, "spike"), (1.0, None)):
-        optimizer.zero_grad()
-        scaler.scale((param * norm).sum()).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20.0)
-        before, master = param.detach().clone(), optimizer.master_weights[param].clone()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.skip_reason(optimizer) == reason
-        assert torch.equal(before, param) == (reason is not None)
-        assert torch.equal(master, optimizer.master_weights[param]) == (reason is not None)
-
-
 class Overriding(ampfast.GradScaler):
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
         return super()._unscale_grads_(*args)
@@ -381,12 +307,6 @@ def test_a_subclass_that_unscales() -> None:
     loop.scaler = Overriding("cpu", init_scale=8.0, growth_interval=3)
     for norm, reason, *state in PROGRAM:
         assert (loop.step(norm, 20.5), *loop.now()) == (reason, *state)
-
-
-def test_a_disabled_scaler_clips_only() -> None:
-    loop = Loop(enabled=False)
-    assert loop.step(50.0, 20.0) is None
-    assert loop.scaler.stats().spikes == 0
 
 
 def test_the_schedule_waits() -> None:
@@ -546,31 +466,6 @@ def test_a_gpu_warns_from_a_copy_that_has_arrived(monkeypatch: pytest.MonkeyPatc
 
 
 # Costs
-
-
-@pytest.mark.parametrize("above", [20.0, Sigmas(6.0, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("make", "in_place"), [(adam, True), (fused_adam, True), (fused_adam, False)]
-)
-def test_one_launch_is_added_at_most(
-    launcher: ReferenceLauncher, make: Any, in_place: bool, above: Any
-) -> None:
-    counts = []
-    for limit in (None, above):
-        loop = Loop(make)
-        for norm in (1.0, 1.1, 50.0):
-            launcher.launches.clear()
-            launcher.read = launcher.written = 0
-            loop.clip(norm, limit, in_place=in_place)
-            loop.scaler.step(loop.optimizer)
-            loop.scaler.update()
-        counts.append((launcher.launches[:], launcher.read, launcher.written))
-        assert loop.scaler.stats().spikes == (limit is not None)
-    (plain, *bytes_of_plain), (limited, *bytes_of_limited) = counts
-    # Without a limit a clip in place computes the coefficient in the launch that multiplies.
-    assert limited == (["check", "clip", "unscale", "update"] if in_place else plain)
-    assert [each for each in limited if each != "clip" or not in_place] == plain
-    assert bytes_of_plain == bytes_of_limited
 
 
 def test_one_flag_is_written_in_place_after_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,23 +690,6 @@ def test_a_capture_refuses_to_tell_the_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a question that the host asks"):
         loop.scaler.skip_reason(loop.optimizer)
-
-
-class Slotted:
-    __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "inner")
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self._step_supports_amp_scaling = inner, False
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def step(self) -> None:
-        self.inner.step()
 
 
 def test_only_sigmas_add_to_a_checkpoint() -> None:

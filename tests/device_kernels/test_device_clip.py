@@ -15,7 +15,7 @@ from support.comparison import FLOATS, assert_same
 from support.gradients import sgd_with
 from support.kernel_calls import grads_of as grads_of_list
 from support.kernel_parity import flag, storage
-from support.spike_model import Rule, random_norms
+from support.scale_model import Rule, random_norms
 
 from ampfast import Sigmas, functional
 from ampfast.backends import core, cpu

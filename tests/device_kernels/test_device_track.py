@@ -10,8 +10,7 @@ from device_parity import CPU, KERNELS, guarded, offsets, window
 from support.comparison import FLOATS
 from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import flag
-from support.tracking_parity import check_passes, check_random_lists, check_times
-from support.tracking_reference import track_for
+from support.tracking_reference import check_passes, check_random_lists, check_times, track_for
 
 pytestmark = pytest.mark.usefixtures("watched")
 

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ampfast import GradScaler
 
-pytest_plugins = ["support.torch_failures"]
-
 SCALE = 4.0
 MAX_NORM = 2.0
 # R: replicated, S0: sharded along rows, P: partial. 4 ranks on a line, or 2 by 2 with the lines `a`

@@ -31,8 +31,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 import ampfast
 
-pytest_plugins = ["support.torch_failures"]
-
 SHARDED: dict[str, Any] = {"ours": ampfast.ShardedGradScaler, "torch": TorchShardedGradScaler}
 
 

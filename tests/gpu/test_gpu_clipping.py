@@ -12,7 +12,7 @@ from gpu_support import flag, kernels_of, no_syncs
 from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient, sgd_with
-from support.spike_model import Rule, random_norms
+from support.scale_model import Rule, random_norms
 from support.twins import side
 
 import ampfast

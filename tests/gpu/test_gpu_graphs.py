@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpu_support import flag, kernels_of
-from support.comparison import assert_same
-from support.compiled_training import (
+from support.captures import (
     OPTIMIZERS,
     SETTINGS,
     SKIPPABLE,
     Training,
     assert_no_more_breaks,
 )
+from support.comparison import assert_same
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
 from support.scalers import TorchScaler
 

@@ -14,13 +14,11 @@ from support.comparison import BITS, FLOATS, assert_same, difference
 from support.gradients import make_gradient
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
 from support.kernel_parity import inverse_of, wide
-from support.tracking_parity import check_random_lists, check_times
-from support.tracking_reference import marked, marks_of, track_for
+from support.tracking_reference import check_random_lists, check_times, marked, marks_of, track_for
 
 from ampfast import functional
 from ampfast.backends.core import Update
 
-pytest_plugins = ["support.torch_failures"]
 pytestmark = pytest.mark.gpu
 
 LISTS = 10_000

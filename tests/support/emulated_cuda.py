@@ -1,14 +1,121 @@
-"""CUDA kernels without a GPU: the core launches them through a stand-in of CUDA's driver."""
+"""Compiled kernels without a GPU: on CPU tensors, and CUDA's through a stand-in of its driver."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from ptx_emulator import cuda, driver
+from ptx_emulator import Range, cuda, driver, emulation
+from torch import Tensor
 
+from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from support import host_cuda
 from support.nvcc import FLAGS, SETUP
+from support.reference_launcher import spans_of
+
+# Few, so that test lists take several programs with several chunks each.
+PROGRAMS = 3
+# As in csrc/table_layout.h.
+WORDS_OF_LAUNCH = 448
+
+
+class EmulatedLauncher:
+    """Launches of a module, run and checked by the PTX emulator."""
+
+    def __init__(self, module: ModuleType, *, races: bool) -> None:
+        self._module = module
+        self._races = races
+        self.limit_programs(0)
+
+    def limit_programs(self, programs: int) -> None:
+        self._module.limit_programs(programs or PROGRAMS)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def prepare(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
+        if prepare := getattr(self._module, "prepare", None):
+            prepare(work, table, segment, is_last)
+
+    def multi_tensor(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
+        update = None if work.ending is None else work.ending.update
+        sums, norm = (None, None) if work.clip is None else (work.clip.sums, work.clip.norm)
+        with self._restricted(
+            [
+                *_table(table, segment, work.write, in_memory=not self._has_room(table)),
+                *_read(work.factor, work.coefficient, sums),
+                *_written(work.found_inf, work.sums, work.factor_copy, work.marks, work.now, norm),
+                *(() if update is None else _of_update(update)),
+            ]
+        ):
+            self._module.multi_tensor(work, table, segment, is_last)
+
+    def _has_room(self, table: DeviceTable) -> bool:
+        """Whether a table is among the arguments of a launch."""
+        return self._module.__name__.endswith("cuda") and table.words.numel() <= WORDS_OF_LAUNCH
+
+    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
+        with self._restricted([*_table(table, segment, False, True), *_read(found_inf)]):
+            self._module.narrow(table, segment, found_inf)
+
+    def update_scale(self, update: Update) -> None:
+        with self._restricted(_of_update(update)):
+            self._module.update_scale(update)
+
+    def clip_coefficient(self, clip: Clip) -> None:
+        reads = _read(clip.sums, clip.scale)
+        writes = (clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.accepted_norms)
+        with self._restricted([*reads, *_written(*writes)]):
+            self._module.clip_coefficient(clip)
+
+    @contextlib.contextmanager
+    def _restricted(self, memory: Sequence[Range]) -> Iterator[None]:
+        with emulation(memory=memory, races=self._races):
+            yield
+
+
+def _read(*tensors: Tensor | None) -> Iterator[Range]:
+    yield from (Range.of(t, may_write=False) for t in tensors if t is not None)
+
+
+def _written(*tensors: Tensor | None) -> Iterator[Range]:
+    yield from (Range.of(t, may_write=True) for t in tensors if t is not None)
+
+
+def _of_update(update: Update) -> Iterator[Range]:
+    yield from _written(update.scale, update.growth_tracker, update.state)
+    yield from _read(update.norm, *update.found_infs)
+
+
+def _table(
+    table: DeviceTable,
+    segment: Segment,
+    write: bool,
+    narrows: bool = False,
+    *,
+    in_memory: bool = True,
+) -> Iterator[Range]:
+    """Memory of a table: header and partial sums are writable, the rest is read-only.
+
+    Read as raw memory, since tests count reads of tensors.
+    """
+    yield from _written(table.header[:2], table.partials)
+    if in_memory:
+        yield from _read(table.words)
+    words = (ctypes.c_int64 * table.words.numel()).from_address(table.words.data_ptr())
+    for chunk in spans_of(words, segment):
+        if chunk.wide is None:
+            yield Range(chunk.address, chunk.size, write)
+        else:
+            # Those that are not written are read.
+            numel = chunk.size // segment.dtype.itemsize
+            yield Range(chunk.address, chunk.size, narrows)
+            if write or narrows:
+                yield Range(chunk.wide, 4 * numel, not narrows)
+
 
 __all__ = ["ARCHITECTURES", "install", "install_idle", "install_on_host"]
 
