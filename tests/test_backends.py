@@ -24,8 +24,9 @@ from support.twins import assert_sides_same, side
 from torch.utils.flop_counter import FlopCounterMode
 
 import ampfast
-from ampfast import GradScaler, backends, cores, info
+from ampfast import GradScaler, backends, cores, gradients, info
 from ampfast.backends import core, cpu
+from ampfast.backends.torch_ops import TensorList
 
 NAMES = ["cuda", "triton", "cpu", "aten"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -377,6 +378,25 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tried == [("cuda", "cuda:0")]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert choice.name_for(torch.device("cuda")) == "aten", "another one is current"
+
+
+def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike_gpus(monkeypatch)
+    monkeypatch.setattr(
+        backends, "_kernels", lambda name: backends.TORCH_OPS if name == "aten" else name
+    )
+    gradient = torch.ones(3)
+    choice = backends.choose()
+
+    def collect() -> gradients.Gradients:
+        return gradients.collect([], allow_fp16=False, writes=True, choice=choice)
+
+    walk_over(monkeypatch, gradient, GPU)
+    assert [kernels for kernels, _ in collect().lists] == ["cuda"]
+    walk_over(monkeypatch, gradient, torch.device("cuda", 1))
+    with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
+        aside = collect()
+    assert aside.lists == [(backends.TORCH_OPS, TensorList.of([gradient]))]
 
 
 def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,18 @@ def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
     assert_equal(param, STEPPED)
 
 
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
+def test_a_deferred_clip_that_fails_is_none(order: float) -> None:
+    """The optimizer steps by its whole gradients."""
+
+    def call(scaler: GradScaler, optimizer: Any) -> None:
+        scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=False)
+
+    scaler, optimizer, param = failed(call, "fused")
+    scaler.step(optimizer)
+    assert_equal(param, STEPPED)
+
+
 @pytest.mark.filterwarnings("ignore:skip_above had no effect")
 @pytest.mark.parametrize("path", DIVIDING)
 def test_a_norm_that_ranks_do_not_know_skips_the_step(path: str) -> None:

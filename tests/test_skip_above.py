@@ -39,7 +39,11 @@ def fused_momentum(params: Any) -> Any:
 
 
 def masters(params: Any) -> Any:
-    return ampfast.master_weights_(torch.optim.AdamW(params, lr=0.1))
+    return ampfast.master_weights_(plain(params))
+
+
+def fused_masters(params: Any) -> Any:
+    return ampfast.master_weights_(fused(params))
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
@@ -47,6 +51,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "fused": fused,
     "fused momentum": fused_momentum,
     "masters": masters,
+    "fused masters": fused_masters,
 }
 
 
@@ -76,7 +81,7 @@ def decided(scaler: Any, optimizer: Any, way: str, limit: Any) -> None:
 
 
 def trained(kind: str, way: str, limit: Any, make: Callable[..., Any] = GradScaler) -> list[Any]:
-    dtype = torch.bfloat16 if kind == "masters" else torch.float32
+    dtype = torch.bfloat16 if "masters" in kind else torch.float32
     param = torch.nn.Parameter(torch.ones(2, dtype=dtype))
     optimizer, seen = KINDS[kind]([param]), []
     scaler = make("cpu") if make is StepGuard else make("cpu", init_scale=8.0)

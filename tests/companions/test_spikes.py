@@ -309,6 +309,12 @@ def test_a_subclass_that_unscales() -> None:
         assert (loop.step(norm, 20.5), *loop.now()) == (reason, *state)
 
 
+def test_a_disabled_scaler_clips_only() -> None:
+    loop = Loop(enabled=False)
+    assert loop.step(50.0, 20.0) is None
+    assert loop.scaler.stats().spikes == 0
+
+
 def test_the_schedule_waits() -> None:
     loop = Loop()
     schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
