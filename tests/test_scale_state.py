@@ -143,7 +143,9 @@ def test_norms_of_an_iteration() -> None:
         ([([a], 3.0, 2.0)], 3.0),
         ([([a], 3.0, 2.0), ([b], 4.0, 2.0)], 5.0),
         ([([a], 3.0, math.inf), ([b], 4.0, math.inf)], 4.0),
-        ([([a], 9.0, 2.0), ([a, b], 4.0, 2.0)], 4.0),  # the later norm is of the same gradients
+        # The later norm is of the same gradients.
+        ([([a], 1.0, 2.0), ([a], 3.0, 2.0)], 3.0),
+        ([([a], 9.0, 2.0), ([a, b], 4.0, 2.0)], 4.0),
         # The joint norm, which is more informative.
         ([([a, b], 3.0, 2.0), ([b], 1.0, 2.0), ([c], 4.0, 2.0)], 5.0),
         ([([a], 3.0, 2.0), ([b], 4.0, math.inf)], None),
