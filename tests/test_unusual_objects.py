@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ampfast import GradScaler
+from ampfast.optimizers import ByOptimizer
 
 # Parameter containers
 
@@ -385,3 +386,20 @@ def test_nothing_is_divided_beside_a_refused_gradient(kind: str, backend: str) -
             error = unscaled(GradScaler, *gradients, backend=backend)
             assert type(error) is type(theirs)
             assert_same(taken, TAKEN[name](dtypes[1]))
+
+
+def test_what_is_recorded_of_an_optimizer_ends_with_it() -> None:
+    class Bare:
+        pass
+
+    checks, ids = ByOptimizer[int](), set()
+    for number in range(200):
+        optimizer = Bare()
+        ids.add(id(optimizer))
+        assert checks.get(optimizer) is None
+        checks.record(optimizer, number)
+        assert checks.get(optimizer) == number
+        assert list(checks) == [(optimizer, number)]
+        del optimizer
+        assert list(checks) == []
+    assert len(ids) < 200, "no id came back, so nothing was shown"
