@@ -56,18 +56,6 @@ def test_version_counters_move_as_torchs_do() -> None:
     agree(use)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Reader])
-def test_a_scale_of_float64_is_used_as_torch_does(kind: type[torch.optim.SGD]) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler, param = started(scaler_type), parameter_with(torch.full((3,), 24.0))
-        scaler._scale = torch.tensor(3.0, dtype=torch.float64)
-        before = param.detach().clone()
-        scaler.step(kind([param], lr=0.25))
-        return before - param.detach()
-
-    assert agree(use).value.tolist() == [2.0] * 3
-
-
 def test_update_between_scale_and_backward_is_detected() -> None:
     def use(scaler_type: Scaler) -> None:
         one = side(scaler_type, init_scale=8.0)
