@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,11 +124,11 @@ class _Pass:
     """One forward pass of the model, and its backward.
 
     Args:
-        unused: Tables of earlier passes, to take from. New ones at every pass would have Python
-            collect garbage for as long as the reads take.
+        unused: Tables of earlier passes by device, to take from. New ones at every pass would have
+            Python collect garbage for as long as the reads take.
     """
 
-    def __init__(self, unused: list[_Table]) -> None:
+    def __init__(self, unused: dict[torch.device, list[_Table]]) -> None:
         self._unused = unused
         # Calls in the order of their ends; those that run now, from the outside.
         self.ended: list[_Call] = []
@@ -163,7 +163,8 @@ class _Pass:
 
     def drop(self) -> None:
         """Gives its tables to later passes; a backward that still comes has others."""
-        self._unused += self.tables
+        for table in self.tables:
+            self._unused[table.device].append(table)
         self.tables, self.rows = [], 0
 
     def _came(self, value: _Value, gradient: Tensor) -> None:
@@ -177,10 +178,8 @@ class _Pass:
         if number == 0 or self.tables[-1].device != tensor.device:
             self.rows += -self.rows % _ROWS
             number = 0
-            if self._unused and self._unused[-1].device == tensor.device:
-                self.tables.append(self._unused.pop())
-            else:
-                self.tables.append(_Table(tensor.device))
+            unused = self._unused[tensor.device]
+            self.tables.append(unused.pop() if unused else _Table(tensor.device))
         row = self.rows
         self.rows += 1
         self.tables[-1].read(tensor, number)
@@ -196,7 +195,7 @@ class NonFiniteFinder:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._passes: deque[_Pass] = deque()
-        self._unused: list[_Table] = []
+        self._unused: dict[torch.device, list[_Table]] = defaultdict(list)
         self._handles: list[Any] = []
         for number, (_, module) in enumerate(self._modules):
             before, after = partial(self._before, number), partial(self._after, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampfast
+from ampfast.find_nonfinite import _Table
 
 INF, NAN = float("inf"), float("nan")
 
@@ -273,6 +275,25 @@ def test_a_late_backward_of_a_dropped_pass_spoils_no_later_one() -> None:
         train(model, torch.full((4, 8), INF))
         fault = finder.report()
         assert fault is not None and fault.passes_ago == 0
+
+
+def test_tables_of_two_devices_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_two_devices(self: _Table, device: torch.device) -> None:
+        made.append(device)
+        make(self, torch.device("cpu"))
+        self.device = device
+
+    made: list[torch.device] = []
+    make, devices = _Table.__init__, [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(_Table, "__init__", of_two_devices)
+    monkeypatch.setattr(_Table, "read", lambda *arguments: None)
+    finder = ampfast.find_nonfinite(nn.Identity())
+    for _ in range(64 + 8):
+        finder._before(0, None, (), {})
+        for device in devices:
+            finder._passes[-1]._measure(SimpleNamespace(device=device))  # type: ignore[arg-type]
+        finder._after(0, None, (), {}, None)
+    assert len(made) == 2 * 64  # of the passes that are kept
 
 
 def test_the_newest_fault_is_told() -> None:
