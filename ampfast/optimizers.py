@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, Generic, TypeVar
@@ -36,7 +37,7 @@ def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     takes = "grad_scaler" in inspect.signature(step).parameters
     key = id(function)
     with suppress(TypeError):  # Some callables take no weak reference.
-        _signatures[key] = weakref.ref(function, lambda _: _signatures.pop(key, None)), takes
+        _signatures[key] = weakref.ref(function, partial(_signatures.pop, key)), takes
     return takes
 
 
@@ -107,12 +108,12 @@ class ByOptimizer(Generic[Value]):
 
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
-        self._references: dict[int, Callable[[], object]] = {}
+        self._references: dict[int, list[Callable[[], object]]] = {}
 
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
         """Iterates over living optimizers and their values, in order of their first record."""
-        for key, reference in list(self._references.items()):
-            optimizer = reference()
+        for key, references in list(self._references.items()):
+            optimizer = references[0]()
             if optimizer is not None:
                 yield optimizer, self.values[key]
 
@@ -122,14 +123,12 @@ class ByOptimizer(Generic[Value]):
         values[key] = value
         if key in references:
             return
-
-        def forget(_: object) -> None:
-            del values[key], references[key]
-
+        # No Python code, in which an interrupt would be lost and with it the end of the record.
+        ends = [partial(each.pop, key) for each in (values, references)]
         try:
-            references[key] = weakref.ref(optimizer, forget)
+            references[key] = [weakref.ref(optimizer, end) for end in ends]
         except TypeError:
-            references[key] = lambda: optimizer
+            references[key] = [lambda: optimizer]
 
     def get(self, optimizer: object) -> Value | None:
         """Returns the value of this very object, or None."""

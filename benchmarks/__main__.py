@@ -154,10 +154,16 @@ def bench(arguments: Sequence[str]) -> int:
     subjects = options.only or [each for each in SUBJECTS if each not in ON_REQUEST]
     jobs = [(f"{each}: {job.label}", job) for each in subjects for job in SUBJECTS[each](on)]
     exit_code = INTERRUPTED
+    signals: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        signals.append(number)
+        raise KeyboardInterrupt
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, stop)
     try:
-        exit_code = run(jobs, results, file, started, started + options.limit)
+        exit_code = run(jobs, results, file, started, started + options.limit, signals)
     except KeyboardInterrupt:
         print("stopped; results so far follow", flush=True)
     # So that none keeps results from being written.
@@ -203,8 +209,13 @@ def run(
     file: Path | None,
     started: float,
     deadline: float,
+    signals: Sequence[int] = (),
 ) -> int:
-    """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
+    """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C.
+
+    Signals that came end the run before its next job: Python drops what a handler raises inside
+    of a finalizer.
+    """
 
     def note(text: str) -> None:
         results.notes.append(text)
@@ -240,6 +251,8 @@ def run(
         results.seconds = round(time.monotonic() - started, 1)
         results.machine["cores_of_others"] = others.cores()
         _save(results, file)
+        if signals:
+            raise KeyboardInterrupt
     results.complete = not (failed or left_out)
     return 1 if failed else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections import UserDict
 from collections.abc import Callable
@@ -403,3 +404,18 @@ def test_what_is_recorded_of_an_optimizer_ends_with_it() -> None:
         del optimizer
         assert list(checks) == []
     assert len(ids) < 200, "no id came back, so nothing was shown"
+
+
+def test_no_interrupt_keeps_a_record_beyond_its_optimizer() -> None:
+    class Bare:
+        pass
+
+    checks, optimizer, entered = ByOptimizer[int](), Bare(), []
+    checks.record(optimizer, 1)
+    # An interrupt comes where Python code is entered.
+    sys.setprofile(lambda frame, event, _: entered.append(event))
+    try:
+        del optimizer
+    finally:
+        sys.setprofile(None)
+    assert "call" not in entered and not checks.values

@@ -20,6 +20,17 @@ from benchmarks.results import Results, Row, Spread
 from benchmarks.timing import Job, Measured
 
 
+def _lost_signal():
+    """A signal inside of a finalizer, where Python drops what its handler raises."""
+
+    class Ends:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    Ends()
+    return Measured()
+
+
 def _job(result):
     def run():
         if callable(result):
@@ -53,6 +64,10 @@ def _read(folder):
         ("second", ["first", "second", "third"], True, 0),
         (KeyboardInterrupt(), ["first"], False, 130),
         (lambda: signal.raise_signal(signal.SIGTERM), ["first"], False, 130),
+        pytest.param(
+            *(_lost_signal, ["first"], False, 130),
+            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+        ),
         (AssertionError("not torch's [bits]"), ["first", "third"], False, 1),
         (KeyError("shape"), ["first", "third"], False, 1),
         (lambda: Measured(notes=["FAILED cuda: wrong"]), ["first", "third"], False, 1),
