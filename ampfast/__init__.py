@@ -9,7 +9,7 @@ from ampfast.cores import folders_for
 # Where a wheel for several versions of torch has `ampfast._C`.
 __path__ = [*__path__, *folders_for(torch.__version__)]
 
-from ampfast import backends, functional, report
+from ampfast import backends, callbacks, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.find_nonfinite import find_nonfinite
@@ -35,6 +35,7 @@ __all__ = [
     "StepGuard",
     "__version__",
     "backends",
+    "callbacks",
     "find_nonfinite",
     "functional",
     "mark_replicated",

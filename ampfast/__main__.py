@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         "run",
         help="your training script with ampfast's scaler in place of torch's",
         usage="python -m ampfast run [--clip] [--track overflow] [--skip-above NORM] "
-        "[--max-skips N] [-m] SCRIPT [ARGS...]",
+        "[--max-skips N] [--log FILE] [-m] SCRIPT [ARGS...]",
         description="Runs a script, or a folder or zip file, as python does, unedited, with "
         "ampfast.patch() in force. At the end it prints a line: steps, skipped ones, final scale, "
         "the scaler's own time and its share of a step. For several ranks torchrun starts it, and "
@@ -64,6 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument(
         "--max-skips", type=_positive, metavar="N", help="end after N steps skipped in a row"
+    )
+    run.add_argument(
+        "--log", type=_writable, metavar="FILE", help="a line of JSON for each step, on rank 0"
     )
     run.add_argument("--record", help=argparse.SUPPRESS)
     run.add_argument("--stop", type=int, help=argparse.SUPPRESS)
@@ -133,6 +136,10 @@ def _positive(text: str) -> int:
 def _picture(path: str) -> str:
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+    return _writable(path)
+
+
+def _writable(path: str) -> str:
     if not os.access(os.path.dirname(path) or ".", os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path

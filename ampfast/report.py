@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-__all__ = ["History", "ScalerStats", "log", "plot"]
+if TYPE_CHECKING:
+    from ampfast.grad_scaler import GradScaler
+
+__all__ = ["History", "ScalerStats", "figures", "log", "plot"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,34 @@ class History:
 
     def __len__(self) -> int:
         return self.step.numel()
+
+
+def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
+    """Returns a scaler's figures for a logger, with two host syncs.
+
+    Args:
+        scaler: The scaler.
+        since: Number of its steps before those that are counted, such as the "steps" of the last
+            call. At most the last 1,024 steps are counted.
+
+    Returns:
+        Of the scaler's whole life, "steps" and, unless the scale is 0, "log2_scale". Of the counted
+        steps, "skipped", "overflows" and "spikes" (numbers of steps) and "skipped_share" (from 0 to
+        1). "grad_norm" (of the last of these steps with a finite norm) and "largest_grad_norm", if
+        norms were taken.
+    """
+    stats, history = scaler.stats(), scaler.history()
+    new = history.step >= since
+    skipped, spikes = int((history.skipped & new).sum()), int((history.spiked & new).sum())
+    found = {"steps": float(stats.steps), "skipped": float(skipped), "spikes": float(spikes)}
+    found["overflows"] = found["skipped"] - found["spikes"]
+    found["skipped_share"] = skipped / max(1, int(new.sum()))
+    if stats.scale > 0:
+        found["log2_scale"] = math.log2(stats.scale)
+    norms = history.grad_norm[new & history.grad_norm.isfinite()]
+    if len(norms):
+        found["grad_norm"], found["largest_grad_norm"] = float(norms[-1]), float(norms.max())
+    return found
 
 
 def log(

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import ampfast
+from ampfast.step_log import StepLog
 from ampfast.watch import Record, Watch
 
 # Files whose frames come before the program's own in a traceback.
@@ -72,6 +73,7 @@ def run(
     stop: int | None,
     keep_torch: bool,
     clip: bool,
+    log: str | None,
     **given: Any,
 ) -> int:
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
@@ -85,6 +87,7 @@ def run(
         stop: Number of updates of a scaler after which the process ends.
         keep_torch: Whether torch's scaler stays, and is watched.
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
+        log: File for a line of JSON for each step, as `StepLog` writes it, on rank 0.
         given: Arguments of `GradScaler` that scalers get by default.
 
     Returns:
@@ -100,13 +103,19 @@ def run(
     if not keep_torch:
         patch_with_children(clip, given)
     process, failed, is_over = os.getpid(), False, threading.Event()
+    steps = None if log is None or not _is_first_rank() else StepLog(log)
 
     def finish() -> None:
         # Neither in a fork of the program's, nor a second time.
         if os.getpid() == process and not is_over.is_set():
+            if steps is not None:
+                for one in watch.records.values():
+                    steps.write(one.scaler)
             _report(watch, record, failed)
 
     def ended(one: Record) -> None:
+        if steps is not None and os.getpid() == process:
+            steps.see(one.scaler, one.steps)
         if one.steps == stop and not is_over.is_set():
             finish()
             is_over.set()
@@ -167,7 +176,7 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
     if file is not None:
         weights = watch.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
-    elif os.environ.get("RANK", "0") == "0":
+    elif _is_first_rank():
         lines = [describe(one) for one in records[:_MOST]]
         lines += [] if records or failed else [_NO_SCALER]
         for number, line in enumerate(lines, start=1):
@@ -179,6 +188,10 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
         for one in records[:_MOST]:
             if getattr(one.scaler, "_track", None) is not None:
                 print(one.scaler.overflow_report(local=True), file=sys.stderr)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def describe(record: Record) -> str:

@@ -270,7 +270,7 @@ def test_a_program_that_catches_everything_ends_after_a_while(python: Call) -> N
     program = TRAIN.replace("scaler.update()", f"{update}print('caught')")
     program += "import time\nwhile True: time.sleep(1)"
     call = "import ampfast.run as r, sys; r._PATIENCE = 0.5; "
-    call += "r.run('train.py', [], False, 'record.json', 5, False, False)"
+    call += "r.run('train.py', [], False, 'record.json', 5, False, False, None)"
     done = python(program, "-u", "-c", call)
     assert (done.returncode, done.stdout) == (0, "caught\ncaught\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,50 @@ def shared(marked: bool) -> float:
 def test_a_mark_without_a_group_says_nothing_of_dtensors(marked: bool) -> None:
     whole = torch.linalg.vector_norm(torch.cat([DENSE, EXPERTS[0]])).item()
     assert ranks.run(shared, marked, ranks=WORLD) == [pytest.approx(whole)] * WORLD
+
+
+def recipe() -> list[float]:
+    """Norms of the program on the page, on one of its ranks."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    section = page.split("## Mixtures of experts")[1].split("```python")[1].split("```")[0]
+    begin, end = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
+    try:
+        names: dict[str, Any] = {}
+        exec(section, names)
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end
+    return [norm.item() for norm in names["norms"]]
+
+
+def in_one_process() -> list[float]:
+    """Norms of the same training without ranks, in float32."""
+    experts = []
+    for number in range(2):
+        torch.manual_seed(1 + number)
+        experts.append(torch.nn.Linear(64, 64))
+    torch.manual_seed(0)
+    dense = torch.nn.Linear(64, 64)
+    params = [p for module in (dense, *experts) for p in module.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(WORLD)]
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        for generator in generators:
+            hidden = dense(torch.randn(32, 64, generator=generator))
+            parts = zip(experts, hidden.chunk(2), strict=True)
+            loss = torch.cat([expert(part) for expert, part in parts]).square().mean()
+            (loss / WORLD).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
+        optimizer.step()
+    return norms
+
+
+def test_the_recipe_for_mixtures_of_experts() -> None:
+    expected = in_one_process()
+    for seen in ranks.run(recipe, ranks=WORLD):
+        assert seen == pytest.approx(expected, rel=1e-5)
 
 
 def misused(what: str) -> str:

@@ -223,7 +223,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Signatures are only kept so that nobody reads them twice.": [
         (
             "takes_grad_scaler",
-            "_signatures[key] = (weakref.ref(function, lambda _: _signatures.pop(key, None)), takes)",
+            "_signatures[key] = (weakref.ref(function, partial(_signatures.pop, key)), takes)",
             "nothing",
             1,
         ),

@@ -1,0 +1,82 @@
+"""The steps of scalers as lines of JSON, for `python -m ampfast run --log`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ampfast.backends.core import state_layout
+from ampfast.report import History
+
+# Seconds between two reads of a scaler's history, unless it would forget steps before.
+_PERIOD = 1.0
+_MOST_STEPS = state_layout.RING_STEPS // 2
+
+
+class _Steps:
+    """What was written of one scaler.
+
+    Attributes:
+        number: Its number in the file.
+        steps: Number of steps that are in the file.
+        updates: Number of updates at the last read.
+        read_at: Time of the last read, in seconds.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.steps, self.updates, self.read_at = number, 0, 0, time.monotonic()
+
+
+class StepLog:
+    """A file with one line of JSON for each step of each scaler.
+
+    A line has "scaler" (its number, from 1), "step" (from 0), "scale" (of the step), "skipped"
+    (null, "overflow" or "spike") and "grad_norm" (null if none was taken, or not finite).
+
+    Args:
+        path: The file, which is written anew.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path).resolve()
+        self._path.write_text("")
+        self._scalers: dict[int, _Steps] = {}
+
+    def see(self, scaler: Any, updates: int) -> None:
+        """Writes the steps of a scaler if a second has passed, or many updates.
+
+        Args:
+            scaler: An `ampfast.GradScaler`.
+            updates: Number of its updates up to now.
+        """
+        seen = self._scalers.setdefault(id(scaler), _Steps(len(self._scalers) + 1))
+        is_due = time.monotonic() - seen.read_at >= _PERIOD
+        if is_due or updates - seen.updates >= _MOST_STEPS:
+            self.write(scaler)
+            seen.updates, seen.read_at = updates, time.monotonic()
+
+    def write(self, scaler: Any) -> None:
+        """Writes the steps of a scaler that are not in the file yet, with one host sync."""
+        seen = self._scalers.setdefault(id(scaler), _Steps(len(self._scalers) + 1))
+        history: History = scaler.history()
+        columns: list[Tensor] = [history.step, history.scale, history.skipped, history.spiked]
+        rows = zip(*(each.tolist() for each in [*columns, history.grad_norm]), strict=True)
+        lines = []
+        for step, scale, skipped, spiked, norm in rows:
+            if step >= seen.steps:
+                line = {
+                    "scaler": seen.number,
+                    "step": step,
+                    "scale": scale,
+                    "skipped": "spike" if spiked else "overflow" if skipped else None,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                }
+                lines.append(json.dumps(line) + "\n")
+        seen.steps = int(history.step[-1]) + 1 if len(history) else 0
+        with self._path.open("a") as file:
+            file.writelines(lines)
