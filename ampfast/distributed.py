@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 # Parameters marked as replicated. torch cannot convert parameters that have weak references
-# (`torch.utils.swap_tensors` refuses), so these are held; those that nothing else holds are dropped
+# (`torch.utils.swap_tensors` refuses), so these are held. If nothing else holds one, it is dropped
 # at the next call.
 _replicated: dict[Tensor, None] = {}
 # Placement classes that a warning has named.
@@ -254,7 +254,7 @@ class Agreement:
                 for group in self.groups:
                     group.all_reduce_(flag, dist.ReduceOp.MAX)
                 return found
-        # -1: no gradient. Other ranks may reduce a flag of theirs, as above.
+        # -1: no gradient. Other ranks may reduce their own flag, as above.
         levels = [scalars.joint_flag(flags.values(), device) - int(not flags) for flags in found]
         reduced = torch.stack(levels)
         self.reduce_(reduced, dist.ReduceOp.MAX)
@@ -382,7 +382,7 @@ class Ranks:
 
     def layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
-        # The layout keeps its mesh alive, hence also its id.
+        # The layout keeps its mesh alive, and so also its id.
         key = (id(mesh), placements)
         if key not in self._layouts:
             self._layouts[key] = _new_layout(mesh, placements)
@@ -442,7 +442,7 @@ class Ranks:
             and all(layout.counts_among(line, is_own_group=False) for line in lines)
             for layout in layouts
         }
-        # Plain gradients are replicas on the ranks of a mesh, but shards on those of the own group.
+        # Plain gradients are replicas on the ranks of a mesh, but shards within the own group.
         replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
         rank = groups[-1].rank()
         counted[None] = all(line[0] == rank for line in replicas)
@@ -542,7 +542,7 @@ def _ranks_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[int]:
 
 
 def _without_subsets(groups: list[Group]) -> list[Group]:
-    """The groups, without those that are subsets of another."""
+    """The groups that are not subsets of another."""
     sets = [set(group.ranks) for group in groups]
     return [
         group
