@@ -16,7 +16,7 @@ from ampfast.backends.core import Clip, Factor, Pass, is_scalar
 from ampfast.backends.core import share_memory as lists_share_memory
 from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
 from ampfast.backends.torch_ops import TensorList, p_norm
-from ampfast.distributed import Agreement, replicated_numbers
+from ampfast.distributed import Agreement, marks_of
 from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import divides_by_itself, takes_grad_scaler
@@ -213,10 +213,12 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
             flags.setdefault(device, []).append(flag)
     if agreement is not None:
         # Partial sums are replaced by reduced ones.
+        marks = marks_of(term.grads.groups) if term.grads.shards.partial else {}
         for number, reduced in term.grads.shards.reduced():
             row = torch_ops.norms([reduced], term.inverse_on(reduced.device))
             term.sums.append(row)
-            term.counted += [row] if agreement.counts(term.grads.layouts[number]) else []
+            counts = agreement.counts(term.grads.layouts[number], marks.get(number))
+            term.counted += [row] if counts else []
             flags.setdefault(row.device, []).append((~row[1].isfinite()).float())
         for _, each in term.grads.lists:
             # A device whose shards are all empty has no flag yet.
@@ -230,12 +232,13 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
 def _split(term: NormTerm, agreement: Agreement) -> tuple[gradients.Gradients, gradients.Gradients]:
     """Splits the gradients into those whose norm this rank counts, and the others."""
     # The norm of a partial sum is not that of a summand.
+    marks = marks_of(term.grads.groups)
     counts = {
-        number: not layout.is_partial and agreement.counts(layout)
+        number: not layout.is_partial and agreement.counts(layout, marks.get(number))
         for number, layout in term.grads.layouts.items()
     }
-    for number in replicated_numbers(term.grads.groups):
-        counts.setdefault(number, agreement.counts(None, is_replicated=True))
+    for number, mark in marks.items():
+        counts.setdefault(number, agreement.counts(None, mark))
     counts_others = agreement.counts(None)
     numbers = {number for number, here in counts.items() if here != counts_others}
     apart, others = term.grads.split(numbers) if numbers else (gradients.Gradients([]), term.grads)
@@ -268,12 +271,12 @@ def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Itera
     grads, groups = term.optimizer, term.grads.groups
     if not isinstance(grads, list):
         grads = [param.grad for params in groups for param in params]
-    replicated = set() if agreement is None else replicated_numbers(groups)
+    marks = {} if agreement is None else marks_of(groups)
     for number, grad in enumerate(grads):
         layout = term.grads.layouts.get(number)
         if grad is not None and layout is not None:
             grad = layout.local_tensor(grad)
-        counts = agreement is None or agreement.counts(layout, is_replicated=number in replicated)
+        counts = agreement is None or agreement.counts(layout, marks.get(number))
         if grad is not None and counts:
             values = grad._values() if grad.is_sparse else grad
             yield p_norm(values, order, term.inverse_on(values.device))

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-# Parameters marked as replicated. torch cannot convert parameters that have weak references
-# (`torch.utils.swap_tensors` refuses), so these are held. If nothing else holds one, it is dropped
-# at the next call.
-_replicated: dict[Tensor, None] = {}
+# The ranks that hold a marked parameter, ascending; none where all ranks of a scaler's group do.
+# torch cannot convert parameters that have weak references (`torch.utils.swap_tensors` refuses), so
+# these are held. If nothing else holds one, it is dropped at the next call.
+_marks: dict[Tensor, tuple[int, ...]] = {}
 # Placement classes that a warning has named.
 _warned: set[type] = set()
 # Larger than any number of ranks; a sum over all ranks is exact in float64.
@@ -230,17 +230,28 @@ class Agreement:
 
     Attributes:
         groups: Process groups, reduced over one after the other.
+        ranks: All ranks that these groups reach.
         counted: Whether this rank contributes a gradient's norm, rather than another rank with the
             same elements; by layout, None for a gradient that is not distributed.
-        counts_replicated: The same for parameters marked as replicated.
+        counted_apart: The same where ranks outside of a mesh hold other parameters.
+        counts_replicated: The same for parameters that all ranks hold.
     """
 
     groups: list[Group]
+    ranks: frozenset[int]
     counted: dict[Layout | None, bool]
+    counted_apart: dict[Layout, bool]
     counts_replicated: bool
 
-    def counts(self, layout: Layout | None, *, is_replicated: bool = False) -> bool:
-        return self.counts_replicated if is_replicated and layout is None else self.counted[layout]
+    def counts(self, layout: Layout | None, mark: tuple[int, ...] | None = None) -> bool:
+        """Whether this rank contributes the norm of a gradient with this layout and mark."""
+        if mark is None or (layout is not None and not mark):
+            return self.counted[layout]
+        if layout is not None:
+            return self.counted_apart[layout]
+        if not mark:
+            return self.counts_replicated
+        return self.groups[-1].rank() == next(rank for rank in mark if rank in self.ranks)
 
     def all_reduce(self, found: list[Flags], device: torch.device) -> list[Flags]:
         """Returns each optimizer's flags, 0 or 1, equal on all ranks; one collective per group.
@@ -308,35 +319,53 @@ def _joint_flags(
     return joint
 
 
-def mark_replicated(params: Iterable[Tensor]) -> None:
-    """Marks parameters whose gradients are the same on every rank of a `process_group`.
+def mark_replicated(
+    params: Iterable[Tensor], group: ProcessGroup | DeviceMesh | None = None
+) -> None:
+    """Marks parameters whose gradients are the same on every rank of a group.
 
-    Their gradients count once in a norm over the group; all others are taken for shards, whose
-    norms add up. DTensor parameters need no mark. Marks outlive conversions of the model. Copies of
-    the parameters are not marked.
+    Their gradients count once in a norm over the ranks that a scaler agrees with; all others are
+    taken for shards, whose norms add up. DTensor parameters need a mark only if ranks outside of
+    their mesh hold other parameters, as experts: the group is then their mesh. Marks outlive
+    conversions of the model, but `fully_shard` replaces parameters: mark them after it. Copies of
+    the parameters are not marked. A later mark replaces an earlier one.
 
     Args:
         params: Parameters, of any scaler's optimizers.
+        group: The ranks that hold these parameters, this one among them; other ranks hold other
+            ones, as with experts. None if all ranks of a scaler's `process_group` hold them.
 
     Raises:
-        TypeError: If one is not a tensor.
+        TypeError: If one is not a tensor, or the group is no group.
+        ValueError: If the group does not contain this rank, or is a mesh of another device type.
     """
     given: list[Any] = [params] if isinstance(params, (Tensor, torch.nn.Module)) else list(params)
     for param in given:
         if not isinstance(param, Tensor):
             hint = ": write module.parameters()" if isinstance(param, torch.nn.Module) else ""
             raise TypeError(f"mark_replicated takes parameters, got {type(param).__name__}{hint}")
-    _replicated.update(dict.fromkeys(given))
-    core.drop_unheld(_replicated)
+    mark: tuple[int, ...] = ()
+    if group is not None:
+        for param in given:
+            require_group(group, param.device, "group")
+        mark = _ranks_in(group) if _is_mesh(group) else tuple(sorted(Group(cast(Any, group)).ranks))
+        for param in given:
+            if isinstance(param, _dtensor()) and _ranks_in(param.device_mesh) != mark:
+                raise ValueError(
+                    f"the group of a DTensor must have the ranks of its {param.device_mesh}, "
+                    f"got {[*mark]}"
+                )
+    _marks.update(dict.fromkeys(given, mark))
+    core.drop_unheld(_marks)
 
 
-def replicated_numbers(groups: Iterable[Iterable[Tensor]]) -> set[int]:
-    """Returns the numbers of the parameters that are marked as replicated."""
-    core.drop_unheld(_replicated)
-    if not _replicated:
-        return set()
+def marks_of(groups: Iterable[Iterable[Tensor]]) -> dict[int, tuple[int, ...]]:
+    """Returns the marks of parameters, by number, as `Agreement.counts` takes them."""
+    core.drop_unheld(_marks)
+    if not _marks:
+        return {}
     params = itertools.chain.from_iterable(groups)
-    return {number for number, param in enumerate(params) if param in _replicated}
+    return {number: _marks[param] for number, param in enumerate(params) if param in _marks}
 
 
 class Ranks:
@@ -376,9 +405,7 @@ class Ranks:
 
     def local_shards(self) -> LocalShards:
         """Returns a collector of local shards."""
-        # No DTensor can exist before the import; a partially imported module lacks the name.
-        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-        return LocalShards(dtensor, self)
+        return LocalShards(_dtensor(), self)
 
     def layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -424,6 +451,7 @@ class Ranks:
         own = [group.ranks for group in self.groups()]
         if self._mesh is not None:
             own = [_ranks_along(self._mesh, range(self._mesh.ndim))]
+        reached = set(itertools.chain.from_iterable(own))
         groups: list[Group] = []
         lines: list[list[int]] = []
         # Sorted, as ranks may order parameters differently.
@@ -433,6 +461,7 @@ class Ranks:
                 dims = sorted({d for at in layouts if at.mesh is mesh for d in at.unreplicated})
                 groups += _groups_along(mesh, dims)
                 lines += [_ranks_along(mesh, [dim]) for dim in dims]
+                reached.update(_ranks_along(mesh, dims))
         # The scaler's own last: some of its ranks may not be in these meshes.
         groups = _without_subsets([*groups, *self.groups()])
         if not groups:
@@ -444,13 +473,18 @@ class Ranks:
         }
         # Plain gradients are replicas on the ranks of a mesh, but shards within the own group.
         replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
+        apart = {
+            layout: all(layout.counts_among(line, is_own_group=True) for line in (*own, *lines))
+            for layout in layouts
+        }
         rank = groups[-1].rank()
         counted[None] = all(line[0] == rank for line in replicas)
-        return Agreement(groups, counted, all(line[0] == rank for line in (*lines, *own)))
+        counts_replicated = all(line[0] == rank for line in (*lines, *own))
+        return Agreement(groups, frozenset(reached), counted, apart, counts_replicated)
 
 
-def require_group(group: Any, device: Any) -> None:
-    """Checks a `process_group` for a scaler of a device.
+def require_group(group: Any, device: Any, name: str = "process_group") -> None:
+    """Checks a group of ranks with tensors on a device; `name` is that of the argument.
 
     Raises:
         TypeError: If it is neither a group nor a mesh.
@@ -459,27 +493,23 @@ def require_group(group: Any, device: Any) -> None:
     if group is None:
         return
     if not dist.is_available():
-        raise TypeError("process_group needs a torch built with torch.distributed")
+        raise TypeError(f"{name} needs a torch built with torch.distributed")
     if _is_mesh(group):
         is_member = group.get_coordinate() is not None
         if group.device_type != torch.device(device).type:
-            raise ValueError(
-                f"process_group is a mesh of {group.device_type!r}, but the scaler is for "
-                f"{str(device)!r}"
-            )
+            raise ValueError(f"{name} is a mesh of {group.device_type!r}, not of {str(device)!r}")
     elif all(callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce")):
         is_member = group.rank() >= 0
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         is_member = False
     else:
         raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or an object "
+            f"{name} must be a torch.distributed.ProcessGroup, a DeviceMesh or an object "
             f"with rank(), size() and allreduce(), got {type(group).__name__}"
         )
     if not is_member:
         raise ValueError(
-            "process_group does not contain this rank: make the scaler with the group that this "
-            "rank is in, or without one"
+            f"{name} does not contain this rank: give the group that this rank is in, or none"
         )
 
 
@@ -528,6 +558,11 @@ def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[Group]:
     return groups
 
 
+def _dtensor() -> type[DTensor] | tuple[()]:
+    """Returns the class, or none before its import; a partially imported module lacks the name."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
 def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:
     return group is not None and isinstance(group, dist.DeviceMesh)  # type: ignore[attr-defined]
 
@@ -539,6 +574,11 @@ def _ranks_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[int]:
         index[dim] = slice(None)
     ranks: list[int] = mesh.mesh[tuple(index)].flatten().tolist()
     return ranks
+
+
+def _ranks_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """All ranks of a mesh, ascending."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _without_subsets(groups: list[Group]) -> list[Group]:

@@ -324,7 +324,7 @@ def test_a_replicated_parameter_can_be_converted() -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     params = [other.weight, model.weight, other.bias, model.bias]
-    assert distributed.replicated_numbers([params[:2], params[2:]]) == {1, 3}
+    assert distributed.marks_of([params[:2], params[2:]]) == {1: (), 3: ()}
     alive = weakref.ref(model.weight)
     del params, model
     distributed.mark_replicated([])  # the next call drops what nothing else holds
