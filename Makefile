@@ -121,6 +121,7 @@ lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
+	$(RUN) tools/words.py
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(OTHER_CPP)
 
 types: | $(READY)  ## the part that needs torch

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
-    # Options of compare, before SCRIPT and behind it.
+    # Options of compare, before SCRIPT and after it.
     behind = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[common])
     behind.add_argument(
         "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
         )
-        # As one, since argparse would drop a -- behind SCRIPT.
+        # As one, since argparse would drop a -- after SCRIPT.
         command.add_argument(
             "program",
             metavar="SCRIPT [ARGS...]",

@@ -57,7 +57,7 @@ def clip_grad_norm_(
         foreach: As for torch's function; the kernels need no choice.
 
     Returns:
-        The norm before clipping: a new 0-dim tensor of the dtype to which those of the gradients
+        The norm before clipping: a new 0-dim tensor of the dtype to which the gradients' dtypes
         promote, on their device. On GPUs squares are summed as by `GradScaler.clip_grad_norm_`.
 
     Raises:
@@ -104,7 +104,7 @@ def get_total_norm(
         error_if_nonfinite: As for `clip_grad_norm_`.
         foreach: As for `clip_grad_norm_`.
         dtype: dtype of the norm, to which torch's function converts the tensors first; of None,
-            that to which theirs promote.
+            the one to which the tensors' dtypes promote.
 
     Returns:
         As `clip_grad_norm_`.

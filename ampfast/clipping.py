@@ -38,7 +38,7 @@ class NormTerm:
         unscales: Whether they are unscaled in place as they are measured, and not clipped.
         flags: found_inf of the check, by device.
         sums: Sums of each list, as of a `Pass`.
-        counted: Those of them that this rank counts; another rank counts the others.
+        counted: The sums that this rank counts; another rank counts the others.
     """
 
     optimizer: Any
@@ -138,14 +138,14 @@ def _sums_of_all(
             total = agreement.norm(total, order)
     for term, agreed in zip(terms, flags, strict=True):
         term.flags = agreed
-    # A total that is known stands in both columns.
+    # A total that is known is in both columns.
     return torch.stack([total, total]).unsqueeze(0)
 
 
 def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None:
     """Raises the error of torch's ops for the first gradient that they refuse to write.
 
-    Those of optimizers that clip by themselves are written in their step, without a check.
+    Optimizers that clip in their own step write their gradients there, without a check.
     """
     for term, deferred in zip(terms, defers or [False] * len(terms), strict=True):
         for aside in term.grads.for_torch() if term.writes or deferred else ():
@@ -187,7 +187,7 @@ def give_flags(
 
 
 def share_memory(terms: list[NormTerm]) -> bool:
-    """Whether gradients of these terms share memory; those of one parameter, listed twice, do."""
+    """Whether gradients of these terms share memory, as if a parameter is listed twice."""
     return lists_share_memory([group for term in terms for group in term.grads.groups])
 
 
@@ -258,7 +258,7 @@ def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
 
 
 def _set_all(terms: list[NormTerm], found: Tensor) -> None:
-    """Puts the joint flag in place of each flag, on its device."""
+    """Replaces each flag by the joint flag, on its device."""
     for term in terms:
         term.flags = {
             at: flag if flag is found else moved(found, flag.device, copy=True)
@@ -303,7 +303,7 @@ def optimizers_of(optimizer: object) -> list[Any]:
 
 
 def can_defer(optimizer: Any, overridden: bool) -> bool:
-    """Whether an optimizer can clip by itself; raises ValueError if it cannot even unscale."""
+    """Whether an optimizer can clip in its step; raises ValueError if it cannot even unscale."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
             f"in_place=False needs an optimizer that takes grad_scale, which "

@@ -71,7 +71,7 @@ def run(
         arguments: The program's own arguments.
         is_module: Whether it is a module, as after ``python -m``.
         steps: Number of updates of a scaler after which a run ends; None for the program's end.
-        as_json: Whether one JSON object is printed, in place of text.
+        as_json: Whether one JSON object is printed, instead of text.
         plot: File for a picture of losses, scales and times.
 
     Returns:
@@ -273,7 +273,7 @@ def _first(differences: list[dict[str, tuple[int, str, str]]]) -> int | None:
 
 
 def _noise(scalers: list[dict[str, Any]]) -> float:
-    """How many times as long the steps of one run take as those of another, without the scaler."""
+    """How many times as long the steps of one run take as another run's, without the scaler."""
     noise = 1.0
     for scaler in scalers:
         medians = [scaler[run]["medians"] for run in ("torch", "ampfast", "again")]

@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 # The ranks that hold a marked parameter, ascending; none where all ranks of a scaler's group do.
 # torch cannot convert parameters that have weak references (`torch.utils.swap_tensors` refuses), so
-# these are held; those that nothing else holds are dropped at the next call.
+# these are held. If nothing else holds one, it is dropped at the next call.
 _marks: dict[Tensor, tuple[int, ...]] = {}
 # Placement classes that a warning has named.
 _warned: set[type] = set()
@@ -265,7 +265,7 @@ class Agreement:
                 for group in self.groups:
                     group.all_reduce_(flag, dist.ReduceOp.MAX)
                 return found
-        # -1: no gradient. Other ranks may reduce a flag of theirs, as above.
+        # -1: no gradient. Other ranks may reduce their own flag, as above.
         levels = [scalars.joint_flag(flags.values(), device) - int(not flags) for flags in found]
         reduced = torch.stack(levels)
         self.reduce_(reduced, dist.ReduceOp.MAX)
@@ -409,7 +409,7 @@ class Ranks:
 
     def layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
-        # The layout keeps its mesh alive, hence also its id.
+        # The layout keeps its mesh alive, and so also its id.
         key = (id(mesh), placements)
         if key not in self._layouts:
             self._layouts[key] = _new_layout(mesh, placements)
@@ -471,7 +471,7 @@ class Ranks:
             and all(layout.counts_among(line, is_own_group=False) for line in lines)
             for layout in layouts
         }
-        # Plain gradients are replicas on the ranks of a mesh, but shards on those of the own group.
+        # Plain gradients are replicas on the ranks of a mesh, but shards within the own group.
         replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
         apart = {
             layout: all(layout.counts_among(line, is_own_group=True) for line in (*own, *lines))
@@ -582,7 +582,7 @@ def _ranks_in(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _without_subsets(groups: list[Group]) -> list[Group]:
-    """The groups, without those that are subsets of another."""
+    """The groups that are not subsets of another."""
     sets = [set(group.ranks) for group in groups]
     return [
         group

@@ -130,7 +130,7 @@ class _Pass:
 
     def __init__(self, unused: dict[torch.device, list[_Table]]) -> None:
         self._unused = unused
-        # Calls in the order of their ends; those that run now, from the outside.
+        # Calls in the order of their ends; calls that run now, the outermost first.
         self.ended: list[_Call] = []
         self.running: list[_Call] = []
         self.tables: list[_Table] = []

@@ -19,7 +19,7 @@ TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)
 
 # Only `scale` is torch's, whose class comes last in the method resolution order.
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
-    """`GradScaler` for FSDP1: agreement over all ranks, or those of a process group.
+    """`GradScaler` for FSDP1: agreement over all ranks, or the ranks of a process group.
 
     `scale` keeps the dtype of a loss, and float16 gradients, which FSDP's mixed precision makes,
     are unscaled. Unlike in torch's class, ranks agree with fused optimizers, too, flags are 0-dim,

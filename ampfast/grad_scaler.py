@@ -78,7 +78,7 @@ class GradScaler(Passes):
         scale(loss)   s * loss, so that small float16 gradients do not vanish
         unscale_(o)   g <- g * (1 / s); found_inf <- 1 if a value written is inf or NaN, else 0
         step(o)       unscale_(o) unless done; o.step() unless found_inf. An optimizer that takes
-                      `grad_scale` and `found_inf` (torch's fused ones) divides by itself: its
+                      `grad_scale` and `found_inf` (torch's fused ones) divides in its step: its
                       gradients are only read, and found_inf <- max|g| / grad_scale is inf or NaN
         update()      if any found_inf: s <- s * backoff_factor; else, every growth_interval
                       iterations in a row: s <- s * growth_factor, unless that overflows
@@ -102,7 +102,7 @@ class GradScaler(Passes):
         max_scale: Upper limit of the scale when it grows.
         on_min_scale: "ignore", "warn" or "raise" FloatingPointError, from `update` and `stats`,
             when a step is skipped with the scale at its minimum; on a GPU, where nothing waits for
-            the outcome, perhaps one step late.
+            the outcome, it may come one step late.
         hysteresis: Number of the overflow, since the last refill, from which on the scale backs
             off, as in Megatron-LM.
         hysteresis_refill: "growth", when the scale's growth is due, as in Megatron-LM, or
@@ -113,7 +113,7 @@ class GradScaler(Passes):
         process_group: Ranks that hold other parts of the gradients, as shards, stages or
             tensor-parallel parts: a group, or a mesh with all its dimensions. They skip together,
             with one small collective per optimizer, and norms are global; `mark_replicated` names
-            the parameters that are alike on all ranks. DTensor gradients need no group.
+            the parameters that are equal on all ranks. DTensor gradients need no group.
         track: "overflow" for a record of each parameter's overflows, for `overflow_report`;
             "modules" for that and, of the model of `name_parameters`, what `find_nonfinite` finds;
             or None.
@@ -425,7 +425,7 @@ class GradScaler(Passes):
             What `step` returned for each.
 
         Raises:
-            TypeError: If a list or tuple is given in place of an optimizer; else as `step` and
+            TypeError: If a list or tuple is given instead of an optimizer; else as `step` and
                 `update`.
         """
         for optimizer in optimizers:
@@ -475,7 +475,7 @@ class GradScaler(Passes):
     ) -> Tensor:
         """Unscales gradients and clips them by their total norm; no host sync.
 
-        In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`: one read for check and norm,
+        Instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`: one read for check and norm,
         one pass that unscales and multiplies by min(1, max_norm / (norm + 1e-6)). Later writes to
         the gradients are not checked. The step of an inf or NaN norm is skipped, unless only
         the norm of finite gradients overflows, which makes them 0, as in torch.
@@ -489,7 +489,7 @@ class GradScaler(Passes):
                 2 and infinity.
             in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
                 scale / coefficient for it; they count as 0 where that overflows float32. One with
-                the older `grad_scaler` keyword is clipped in place all the same.
+                the older `grad_scaler` keyword is still clipped in place.
             skip_above: Norm before clipping above which the step is skipped as after an overflow,
                 but the scale and its growth tracker stay: a number, at least 0, or `Sigmas` for a
                 limit that follows the norms of the steps taken by these optimizers, which are known
@@ -667,7 +667,7 @@ class GradScaler(Passes):
     def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters the names under which `overflow_report` and `health` list them.
 
-        May be called at any time, and once more for another model. Reports look names up in the
+        May be called at any time, and again for another model. Reports look names up in the
         modules that have the parameters, which are not kept alive; a parameter of another pair
         keeps its name while something else holds it. Names are not part of a pickle.
 
@@ -784,7 +784,7 @@ class GradScaler(Passes):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where a checkpoint was taken, of this class or of torch's.
+        """Continues where a checkpoint was saved, of this class or of torch's.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -822,7 +822,7 @@ class GradScaler(Passes):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
-        # A shallow copy of a scaler counts by itself, too.
+        # A shallow copy of a scaler has its own counts, too.
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
         state["_spike_rules"] = copy.deepcopy(self._spike_rules)
         state["_skip_limit"] = copy.deepcopy(self._skip_limit)
@@ -851,7 +851,7 @@ class GradScaler(Passes):
         allow_fp16: bool | None = None,
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
-            allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
+            allow_fp16 = self._allow_fp16  # FSDP's scaler need not pass it
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))[0]
 
@@ -906,7 +906,7 @@ class GradScaler(Passes):
     ) -> float | None:
         """torch's `step` where a subclass or an instance overrides one of the hooks.
 
-        But for an optimizer that torch would misjudge, or warn of at a line of this file.
+        Except for an optimizer that torch would misjudge, or warn of at a line of this file.
         """
         if isinstance(optimizer, MasterWeights) and turn["stage"] is READY:
             self.unscale_(optimizer)  # which casts
@@ -983,7 +983,7 @@ class GradScaler(Passes):
             result: float | None = optimizer.step(*args, **kwargs)
             return result
         finally:
-            # Without a call or loop, where an interrupt would leave one behind.
+            # Without a call or loop, in which an interrupt would leave one.
             try:  # noqa: SIM105
                 del optimizer.grad_scale  # type: ignore[attr-defined]
             except AttributeError:
@@ -1018,8 +1018,7 @@ class GradScaler(Passes):
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
             flags = self._pass(optimizer, None, work, scale, observes=False)
             if is_unscaled:
-                # What unscale_ found counts too; in new tensors, for its own may have been handed
-                # out.
+                # What unscale_ found counts too; in new tensors, for a caller may hold its own.
                 for device, flag in turn["found_inf_per_device"].items():
                     flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
             turn["found_inf_per_device"] = flags
@@ -1083,7 +1082,7 @@ class GradScaler(Passes):
 
 
 def _is_unscaled(turn: dict[str, Any]) -> bool:
-    """Whether a turn's gradients are no longer scaled, as those of a deferred clip are."""
+    """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
     return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
 
 
@@ -1095,7 +1094,7 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 
 
-# Those that torch's `unscale_` and `step` call: where one is overridden, torch's own methods run.
+# The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run.
 _HOOKS = original_methods(
     GradScaler,
     *("_unscale_grads_", "_check_inf_per_device", "unscale_"),

@@ -55,7 +55,7 @@ class Gradients:
         return (each for _, each in self.lists if isinstance(each, TensorList))
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
-        """Splits the gradients into those of the parameters of these numbers, and the others."""
+        """Splits the gradients by parameter: the ones with these numbers, and the others."""
         halves = [(kernels, each.split(numbers)) for kernels, each in self.lists]
         inside = [(kernels, here) for kernels, (here, _) in halves if here.chunks]
         outside = [(kernels, there) for kernels, (_, there) in halves if there.chunks]
@@ -163,8 +163,8 @@ def collect(
             versions, as in torch's clipping.
         shards: Collector of local shards, which replace distributed gradients.
         tracked: Whether to list the parameters for tracking; `clips` lists them, too.
-        casts: Casts of 16-bit gradients, which are then accepted; those that the kernels cannot
-            cast are cast here, if the pass writes.
+        casts: Casts of 16-bit gradients, which are then accepted. If the pass writes, gradients
+            that the kernels cannot cast are cast here.
 
     Raises:
         AssertionError: If a parameter is not a tensor.

@@ -66,7 +66,7 @@ class ParameterHealth:
 
     @property
     def vanishing_share(self) -> float:
-        """Fraction that float16 flushes to zero, but for rounding."""
+        """Fraction that float16 flushes to zero, except for rounding."""
         return self.vanishing / self.elements
 
     @property

@@ -34,7 +34,7 @@ def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> Any:
         unscaled: Optimizers and their turns, which are marked at the end of the backward.
 
     Returns:
-        `scaled`, or what takes the place of an iterator.
+        `scaled`, or what replaces an iterator.
     """
 
     def compare_after(_: Tensor) -> None:
@@ -58,7 +58,7 @@ def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:
     """Visits the tensors that `scale` takes or returns.
 
     Returns:
-        `outputs`, or what takes the place of an iterator, whose tensors are visited as it is used.
+        `outputs`, or what replaces an iterator, whose tensors are visited as it is used.
     """
     if isinstance(outputs, Tensor):
         visit(outputs)

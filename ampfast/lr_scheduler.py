@@ -31,7 +31,7 @@ class LateScheduler:
     any timing, also if the scaler is disabled. The host waits for the previous step at most, never
     for the one just queued.
 
-    Other attributes are those of the wrapped scheduler, also where they are set or deleted. A
+    Other attributes are the wrapped scheduler's, also where they are set or deleted. A
     scheduler stepped once per epoch does not need this class.
 
     Args:
@@ -69,7 +69,7 @@ class LateScheduler:
 
         Args:
             *args: Arguments of the scheduler's `step` for this iteration, passed one call later.
-            **kwargs: Keyword arguments, likewise.
+            **kwargs: Keyword arguments, passed in the same way.
 
         Raises:
             LookupError: If the scaler never checked the optimizer.
@@ -119,7 +119,7 @@ class LateScheduler:
 
     def __getattr__(self, name: str) -> Any:
         # `scheduler` is not set yet while a copy is made; Python's protocols, such as __deepcopy__,
-        # of the wrapped scheduler would copy or pickle it in place of this object.
+        # of the wrapped scheduler would copy or pickle it instead of this object.
         if name == "scheduler" or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.scheduler, name)

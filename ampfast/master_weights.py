@@ -63,7 +63,7 @@ class _Masters(dict[Tensor, Tensor]):
             self.make(param)
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
-        """Whether both have the entries of the last step, under the keys of then."""
+        """Whether both have the entries of the last step, under the keys of that step."""
         return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
 
 
@@ -78,7 +78,7 @@ class MasterWeights(torch.optim.Optimizer):
     """Base of optimizers that `master_weights_` gave float32 master weights; for `isinstance`.
 
     Groups and state hold the parameters of the model, except inside of `step`, where master weights
-    stand in for those that are 16 bit.
+    replace the 16-bit ones.
     """
 
     # The only names besides torch's, which an optimizer's own would hide.
@@ -87,7 +87,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def master_weights(self) -> Mapping[Tensor, Tensor]:
-        """Float32 weights by parameter, sharing memory with those that `step` uses.
+        """Float32 weights by parameter, sharing memory with the weights that `step` uses.
 
         Of every 16-bit parameter that requires a gradient or has one.
         """
@@ -99,7 +99,7 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the master weights and rounds them to the parameters that have a gradient.
 
-        Gradients become float32 tensors; those that the optimizer sets to None are None afterwards.
+        Gradients become float32 tensors; if the optimizer sets one to None, it is None afterwards.
         A closure sees the model's parameters.
 
         Args:
@@ -161,7 +161,7 @@ class MasterWeights(torch.optim.Optimizer):
         return _run_hooks(self, hooks, {**saved, "state": state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where a checkpoint was taken, before or after the model's is loaded.
+        """Continues where a checkpoint was saved, before or after the model's is loaded.
 
         Where it has no master weights, as one of a plain optimizer, they are made from the
         parameters at the next step. State stays float32. Warns if a master weight was saved in
@@ -421,7 +421,7 @@ def _refuse_changes(masters: _Masters, fingerprint: Any) -> None:
 
 @contextmanager
 def _hooks_aside(optimizer: MasterWeights, *names: str) -> Iterator[list[OrderedDict[int, Any]]]:
-    """Hooks of these names, which torch does not run meanwhile.
+    """Hooks of these names, which torch does not run in this block.
 
     They see the optimizer and its checkpoints with master weights added.
     """
@@ -477,7 +477,7 @@ class _Swap:
             masters.standing = [
                 [masters.get(param, param) for param in params] for _, params in own
             ]
-        # What `leave` restores is noted before anything is written.
+        # What `leave` restores is recorded before anything is written.
         self._own, self._state, self._inner = own, state, inner
         optimizer.state = masters.inner = inner
         for (params, _), weights in zip(own, masters.standing, strict=True):
@@ -506,7 +506,7 @@ class _Swap:
         self._own = None
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Calls a step's closure, which sees the parameters, while master weights stand in."""
+        """Calls a step's closure, which sees the parameters instead of the master weights."""
         self.leave()
         try:
             with torch.no_grad():
@@ -623,7 +623,7 @@ def _class_of(kind: Any) -> type[MasterWeights]:
     base, bases = cast(Any, type(kind)), (kind, MasterWeights)
 
     def mro(cls: type) -> Any:
-        """Puts the methods of MasterWeights before those of the kind all the same."""
+        """Puts MasterWeights before the kind, which must be the first base."""
         return [cls, MasterWeights, *kind.__mro__] if cls.__bases__ == bases else base.mro(cls)
 
     made: Any = type(base.__name__, (base,), {"mro": mro})(kind.__name__, bases, names)

@@ -1,4 +1,4 @@
-"""Optimizers: who divides by itself, step signatures, momentum buffers, values by optimizer."""
+"""Optimizers: who divides in its step, signatures, momentum buffers, values by optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _signatures: dict[int, tuple[weakref.ref[Callable[..., Any]], bool]] = {}
 
 def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     """Whether an optimizer's step takes torch's legacy keyword `grad_scaler`."""
-    # Each access makes a bound method anew; a schedule puts a plain function on the instance.
+    # Each access makes a new bound method; a schedule puts a plain function on the instance.
     function = step.__func__ if type(step) is MethodType else step
     known = _signatures.get(id(function))
     if known is not None and known[0]() is function:
@@ -100,7 +100,7 @@ def explain(error: AttributeError, given: object, *needed: str) -> None:
 class ByOptimizer(Generic[Value]):
     """Values keyed by optimizer identity, since ids are reused.
 
-    Optimizers are held by weak reference; those that take none, as long as this.
+    Optimizers are held by weak reference, or, if they take none, as long as this object.
 
     Attributes:
         values: By the id of an optimizer that lives.
@@ -131,7 +131,7 @@ class ByOptimizer(Generic[Value]):
             references[key] = [lambda: optimizer]
 
     def get(self, optimizer: object) -> Value | None:
-        """Returns the value of this very object, or None."""
+        """Returns the value of this object, or None."""
         return self.values.get(id(optimizer))
 
 
@@ -202,7 +202,7 @@ def _has_own_hooks(optimizer: object, own: dict[str, Any]) -> bool:
 
 
 def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
-    """Other optimizers among an object's attributes, also by a method of theirs or in a container.
+    """Other optimizers among an object's attributes, also by a method of one or in a container.
 
     Torch's own attributes are containers without optimizers, some with an entry per parameter.
     """

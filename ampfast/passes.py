@@ -61,7 +61,7 @@ class Passes(TorchGradScaler):
 
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:
-        """The ranks with which the scaler agrees, besides those of DTensors."""
+        """The ranks with which the scaler agrees, besides the ranks of DTensors."""
         return self._ranks.group
 
     @process_group.setter
@@ -75,7 +75,7 @@ class Passes(TorchGradScaler):
 
         The norm is the 2-norm of each optimizer's gradients, measured as `unscale_`, or else
         `step`, reads them; or that of `clip_grad_norm_`, whose `skip_above` it is by default. Where
-        a hook is overridden, only the latter compares: `update` warns once if no norm was.
+        a hook is overridden, only `clip_grad_norm_` compares: `update` warns once if no norm was.
         """
         return self._skip_above
 
@@ -269,7 +269,7 @@ class Passes(TorchGradScaler):
         overridden: bool = False,
         turns: list[Turn] | None = None,
     ) -> Tensor:
-        """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
+        """Clips gradients, scaled by `scale`, or lets the steps of optimizers that defer clip.
 
         Without a limit they are unscaled as they are measured. `overridden`: a hook decides on
         infinities.
@@ -280,7 +280,7 @@ class Passes(TorchGradScaler):
                 self.unscale_(each)
         left = None if overridden else scale  # by which gradients are scaled still
         terms = self._clip_terms(optimizers, left, limit, defers)
-        # A step below a limit that divides by itself does so as often as torch's.
+        # A fused step with a limit divides as often as torch's does.
         is_only_read = turns is not None and not any(term.writes for term in terms)
         if turns is None:
             turns = [new_turn() if scale is None else self._turn(each) for each in optimizers]

@@ -46,7 +46,7 @@ class _Swap:
     kept: list[str] = field(default_factory=list)
     # Held, since a module may leave sys.modules before `unpatch()`.
     namespaces: list[dict[str, Any]] = field(default_factory=list)
-    # Names that torch's code goes on using: in methods of subclasses in `derived_before`, and in
+    # Names that torch's code still uses: in methods of subclasses in `derived_before`, and in
     # torch's clipping.
     needed: set[tuple[int, str]] = field(default_factory=set)
     open_blocks: int = 0
@@ -95,23 +95,23 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
     """Replaces torch's gradient scaler with ampfast's under every name, until `unpatch()`.
 
     The names are `torch.GradScaler`, `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`,
-    `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and those that loaded modules have for
-    them, as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere,
+    `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and the names that loaded modules have
+    for them, as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere,
     such as in a dict or a default argument, stays torch's. Existing scalers are unchanged
     and still pass `isinstance(x, torch.amp.GradScaler)`. Existing subclasses are unchanged, too; to
     derive one from ampfast's class, import its module after `patch()`. A subclass requires that if
     it calls its base class as `torch.amp.GradScaler.step(self, ...)`.
 
     The patched names make an `ampfast.GradScaler`: an instance of a subclass that changes none of
-    its methods. Those of `torch.cuda.amp` and `torch.cpu.amp` keep their signature and their
-    FutureWarning. All take ampfast's keyword arguments.
+    its methods. The names of `torch.cuda.amp` and `torch.cpu.amp` keep their signature and
+    their FutureWarning. All take ampfast's keyword arguments.
 
-    A second call has no effect, unless ampfast was reloaded or imported anew in between: then the
+    A second call has no effect, unless ampfast was reloaded or imported again in between: then the
     new classes take the names; or it is the first one with `clip_grad_norm`. Thread-safe.
 
     Args:
         clip_grad_norm: Whether to replace `clip_grad_norm_`, `get_total_norm` and
-            `clip_grads_with_norm_` of `torch.nn.utils`, too, by those of `functional`, under every
+            `clip_grads_with_norm_` of `torch.nn.utils`, too, by `functional`'s, under every
             name that modules have for them. Scalers made from then on measure the norm as they
             unscale. Norms are rounded differently from torch's.
 
@@ -146,7 +146,7 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
 
 
 def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
-    """Puts stand-ins in place of torch's classes or functions."""
+    """Replaces torch's classes or functions by stand-ins."""
     swap.torchs.update((ours, torchs) for torchs, ours in stand_ins.items())
     for module, namespace in _namespaces():
         held = _names_of(stand_ins, namespace)
@@ -268,7 +268,7 @@ def _names_of(named: Iterable[Any], namespace: dict[str, Any]) -> list[tuple[str
 
 
 def _derived_before(torch_classes: Iterable[type]) -> Iterator[type]:
-    """Subclasses of torch's classes, each once, without those that derive from ampfast's."""
+    """Subclasses of torch's classes, each once, if they do not derive from ampfast's."""
     bases = list(torch_classes)
     for base in bases:
         subclasses: list[type] = type.__subclasses__(base)

@@ -83,7 +83,7 @@ def run(
             module.
         arguments: The program's own arguments.
         is_module: Whether it is a module, as after ``python -m``.
-        record: File for the records of all scalers, as JSON, in place of the line.
+        record: File for the records of all scalers, as JSON, instead of the line.
         stop: Number of updates of a scaler after which the process ends.
         keep_torch: Whether torch's scaler stays, and is watched.
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
@@ -91,7 +91,7 @@ def run(
         given: Arguments of `GradScaler` that scalers get by default.
 
     Returns:
-        The exit code 0; 2 without such a script. Exceptions are the program's own.
+        The exit code 0; 2 without this script. Exceptions are the program's own.
     """
     path = os.path.abspath(program)
     fault = None if is_module else _fault_of(program)
@@ -127,7 +127,7 @@ def run(
             raise _Ended(0)
 
     watch = Watch(*kinds, keeps_values=record is not None, ended=ended)
-    # The first one registered runs last, behind a traceback.
+    # The first one registered runs last, after a traceback.
     atexit.register(finish)
     sys.argv = [program, *arguments]
     try:

@@ -31,7 +31,7 @@ class Sigmas:
     deviation is taken as at least 1% of the mean, since more equal norms, as of one batch again and
     again, do not tell how much batches differ. After `patience` spikes in a row, with any steps of
     norm 0 between them, the next one is taken as the new usual, with a warning, and the window
-    starts anew. Source: the rule of OLMo's SkipStep optimizers, here over the steps that were
+    starts again. Source: the rule of OLMo's SkipStep optimizers, here over the steps that were
     taken.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Window:
     Attributes:
         place: Its number in a checkpoint.
         words: As `SpikeRule.accepted_norms`.
-        patience: As it stands in the words.
+        patience: As the words have it.
         is_captured: Whether a CUDA graph captured a clip, whose replays clip without a call.
         clips: Number of calls.
         restarts: Restarts that were warned of.
@@ -123,7 +123,7 @@ class _Window:
         self.restarts, self.copies = 0, scalars.HostCopies()
 
     def check(self) -> None:
-        """Warns if the window has started anew; on a GPU from a copy that has arrived."""
+        """Warns if the window has started again; on a GPU from a copy that has arrived."""
         header, self.clips = self.header, self.clips + 1
         # Of other devices every copy waits.
         if self.clips % _CLIPS_PER_COPY == 0 if header.is_cuda else header.is_cpu:
@@ -144,14 +144,14 @@ class _Window:
 class SpikeRules:
     """The norms of the steps taken, by optimizer, for limits of `Sigmas`.
 
-    They are saved in the order in which optimizers first met such a limit. Loaded norms belong to
+    They are saved in the order in which optimizers first met this limit. Loaded norms belong to
     the optimizers that meet one next, in this order, which alone tells which of the checkpoint's
     optimizers is which one here. An optimizer whose clip was captured gets those in its place at
     once, in the same memory: replays ask for nothing.
     """
 
     def __init__(self) -> None:
-        # Windows in use, and those that clips were given, of which some were refused.
+        # Windows in use, and windows that clips were given, of which some were refused.
         self._windows, self._given = ByOptimizer[_Window](), ByOptimizer[_Window]()
         # Of a checkpoint or a pickle, by place, for optimizers yet to come.
         self._kept: dict[int, _Saved] = {}

@@ -162,8 +162,8 @@ class Tracking:
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
         """Returns a pass over plain gradients that marks overflows, without a walk in Python.
 
-        None if the gradients must be sorted first: for parameters without table, and for those of
-        other groups than last.
+        None if the gradients must be sorted first: for parameters without table, and for
+        parameters of other groups than last.
         """
         record = self._records.get(optimizer)
         if (
@@ -221,13 +221,13 @@ class Names:
     def __init__(self) -> None:
         # By the module that has the parameter, and its name there.
         self._of_modules: dict[tuple[weakref.ref[torch.nn.Module], str], str] = {}
-        # Those of parameters without a known module.
+        # Names of parameters without a known module.
         self._given: dict[Tensor, str] = {}
         # The names themselves die with their parameters.
         self._were_given = False
 
     def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
-        """Names the parameters of pairs, which are those of `model` if it is a module."""
+        """Names the parameters of pairs, which are `model`'s if it is a module."""
         self._were_given |= bool(pairs)
         modules = model.modules() if isinstance(model, torch.nn.Module) else ()
         places = {
@@ -249,7 +249,7 @@ class Names:
         drop_unheld(self._given)
 
     def of(self, params: Sequence[Tensor]) -> dict[Tensor, str]:
-        """Returns names by parameter; refuses those of which none is of one of these."""
+        """Returns names by parameter; raises if names were given, but none of these parameters."""
         drop_unheld(self._given)
         names: dict[Tensor, str] = {}
         for (reference, key), name in self._of_modules.items():

@@ -59,10 +59,10 @@ class Record:
     Attributes:
         scaler: The scaler.
         times: By name, microseconds of each iteration: "own" (host time in the scaler's methods,
-            without the optimizer's step), "gpu" (likewise, none on a CPU), "step" (since the end of
-            the iteration before).
+            without the optimizer's step), "gpu" (GPU time in them, none on a CPU), "step" (since
+            the end of the iteration before).
         values: By name, pairs of iteration and number: "losses" (arguments of `scale`, one of many
-            elements as their sum), "elements" (checksum of such a loss), "scales" (before
+            elements as their sum), "elements" (checksum of this loss), "scales" (before
             `update`), "skips" (1 for a flag that is set).
         waits: Numbers that the host read from the GPU in one iteration; None on a CPU.
         threads: The threads that ended its iterations.
@@ -92,7 +92,7 @@ class Record:
         return getattr(getattr(self.scaler, "_scale", None), "is_cuda", False)
 
     def medians(self) -> dict[str, float]:
-        """Returns the medians of the times, less those of a warm-up, and the scaler's share."""
+        """Returns the medians of the times, without a warm-up, and the scaler's share."""
         after = {name: times[_WARM_UP:] or times for name, times in self.times.items()}
         found = {name: median(times) for name, times in after.items() if times}
         return {**found, "share": found["own"] / found["step"]} if "step" in found else found

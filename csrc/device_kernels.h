@@ -12,7 +12,7 @@ void require_pass(const GradList& list, const Pass& pass);
 py::object with_fields(PyObject* tuple, std::initializer_list<std::pair<int, PyObject*>> fields);
 
 // Runs a pass over a list by what a launcher launches; returns its found_inf. If an update is to
-// ride in it, its ending is told whether it did: without gradients nothing is launched.
+// be part of it, its ending says whether it was: without gradients nothing is launched.
 at::Tensor run_on(PyObject* launcher, const GradList& list, PyObject* pass);
 
 // Launches the clip coefficient.

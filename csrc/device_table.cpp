@@ -18,7 +18,7 @@ int64_t uploads = 0;
 
 namespace {
 
-// Tables kept for reuse, of those that were used last: two, 32 in so much memory of devices, and
+// Tables kept for reuse, the last ones that were used: two, 32 in so much memory of devices, and
 // more in less. Optimizers that step in turn each have one, and for every stream another.
 constexpr size_t kLeastTables = 2;
 constexpr size_t kUsualTables = 32;
@@ -55,7 +55,7 @@ int64_t chunk_bytes(const DtypeList& list) {
   return std::min(bytes_for(enough_chunks), most);
 }
 
-// Adds the chunks of a list to a table, behind the `first` ones of others.
+// Adds the chunks of a list to a table, after the `first` ones of others.
 Segment add(const DtypeList& list, int64_t first, std::vector<int64_t>& words) {
   const int64_t most = chunk_bytes(list);
   const int64_t size = list.element_size();
@@ -147,7 +147,7 @@ void upload(DeviceTable& table) {
   ++uploads;
 }
 
-// All that the table of a list depends on, behind a fingerprint of it. Lists that share that would
+// All that the table of a list depends on, after a fingerprint of it. Lists that share that would
 // upload their tables in turn, so it must mix well.
 std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
   std::vector<int64_t> content(1);
@@ -189,7 +189,7 @@ struct Recent {
   }
 };
 
-// Never destroyed: at the end of the process the device may be gone before it.
+// Never destroyed: at the end of the process the device may be destroyed before it.
 Recent& recent() {
   static Recent& recent = *new Recent;
   return recent;

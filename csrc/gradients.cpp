@@ -61,7 +61,7 @@ C10_ALWAYS_INLINE char* memory_of(const at::Tensor& tensor, bool writes) {
 
 }  // namespace
 
-// Such a tensor has the keys of its backend and of what every tensor has, and no others: no
+// A dense tensor has the keys of its backend and of what every tensor has, and no others: no
 // conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
 bool is_dense(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet common =
@@ -183,7 +183,7 @@ GradList GradList::pairs() const {
 
 namespace {
 
-// Python's own attribute for subclasses, which may define it anew.
+// Python's own attribute for subclasses, which may redefine it.
 at::Tensor gradient_of(const py::handle& param) {
   if (THPVariable_CheckExact(param.ptr())) {
     return THPVariable_Unpack(param.ptr()).grad();
@@ -210,7 +210,7 @@ class Walker {
         devices_(is_observed() ? 0 : reading.devices),
         owners_(only ? nullptr : std::make_shared<std::deque<at::Tensor>>()) {}
 
-  // Tells whether the walk goes on.
+  // Returns whether the walk continues.
   bool take_group(PyObject* params) {
     if (!only_) {
       // Reading a gradient may run Python, which may change a list.

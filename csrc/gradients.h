@@ -22,7 +22,7 @@ namespace py = pybind11;
 // The unit of work, in elements.
 constexpr int64_t kChunk = 16 * 1024;
 
-// From this many elements on, other threads may have the interpreter meanwhile.
+// From this many elements on, other threads may have the interpreter during a pass.
 constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
 
 class Casts;
@@ -74,7 +74,7 @@ struct DtypeList {
   Reused<Span> spans{};
   int64_t chunks = 0;
   int64_t elements = 0;
-  bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
+  bool is_paired = false;  // with float32 values, which a pass writes instead of 16-bit ones
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
 };
@@ -123,13 +123,13 @@ class GradList {
   int64_t elements_ = 0;
 };
 
-// Tells whether `tensor` is nothing but memory with strides.
+// Tells whether `tensor` is only memory with strides.
 bool is_dense(const at::Tensor& tensor);
 
 // Tells whether the memory of a dense tensor without gaps is still there.
 bool has_memory(const at::Tensor& tensor);
 
-// Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in
+// Tells whether `tensor` is only dense memory without overlap, on a device whose type is in
 // the bit set `devices`.
 bool is_plain(const at::Tensor& tensor, uint64_t devices);
 
@@ -205,7 +205,7 @@ struct Reading {
 // What a walk over an optimizer's parameters has found, in order.
 struct Walk {
   std::vector<GradList> lists;  // one for each device
-  Reused<GradRef> grads;        // those of all lists
+  Reused<GradRef> grads;        // the gradients of all lists
   std::vector<SetAside> set_aside;
   // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
   // unless float16 is allowed, whose gradient is float16.
@@ -245,7 +245,7 @@ Walk walk(PyObject* param_groups, const Reading& reading);
 std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
-// state, a dict by parameter. Keys are told apart as tensors are: by identity.
+// state, a dict by parameter. Keys are compared as tensors are: by identity.
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
 
 // Adds a tensor, about to be written, if it is regular and on the device of the list and, unless
@@ -253,8 +253,8 @@ bool lacks_state(const py::iterable& params, const py::dict& state, const py::st
 bool add_if_regular(GradList& list, PyObject* tensor, PyObject* wide, int64_t parameter);
 
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
-// `device`. Their parameters have the numbers of their places, or those of `parameters`. Where
-// `wide` is given, it has the float32 tensor that one is paired with, or None, for each.
+// `device`. Their parameters have the numbers of their places, or the ones in `parameters`. Where
+// `wide` is given, it has for each the float32 tensor with which it is paired, or None.
 std::optional<GradList> regular_list(
     const py::sequence& tensors, at::Device device,
     const std::optional<std::vector<int64_t>>& parameters = std::nullopt,

@@ -60,7 +60,7 @@ void Casts::start(at::Device device, Reused<GradRef>& grads) {
     return;
   }
   const c10::InferenceMode usual(false);
-  // The allocator of a GPU hands the memory of the last pass out again.
+  // The allocator of a GPU returns the memory of the last pass again.
   Wide& wide = device.is_cpu() ? on_cpu_ : elsewhere_.emplace_back();
   // A gradient, a view of one or its storage in Python holds the memory, too.
   if (!wide.memory.defined() || wide.memory.numel() != length ||

@@ -8,7 +8,7 @@
 
 namespace ampfast {
 
-// Float32 gradients of an optimizer in place of 16-bit ones: made before a pass, written by it, and
+// Float32 gradients of an optimizer instead of 16-bit ones: made before a pass, written by it, and
 // set after it.
 class Casts {
  public:

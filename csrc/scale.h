@@ -34,7 +34,7 @@ enum StateWord : int64_t {
   kRing = 40,
 };
 
-// Behind it, the last steps: step i at i % kRingSteps.
+// After it, the last steps: step i at i % kRingSteps.
 constexpr int64_t kRingSteps = 1024;  // a power of 2, so that no count leads out of it
 enum RingWord : int64_t {
   kRingScale,   // with which the step was taken
@@ -89,7 +89,7 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
   }
   if (int64_t* state = update.state) {
 #ifdef __CUDACC__
-#pragma unroll 4  // more loads at once would take registers from the pass in which this rides
+#pragma unroll 4  // more loads at once would take registers from the pass that ends in this
 #endif
     for (int64_t i = 0; i < kCounters; ++i) {
       state[kBefore + i] = state[i];
@@ -264,7 +264,7 @@ AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
   if (clip.scale != nullptr && clip.divisor != nullptr) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);
   }
-  // Rounded, so that ranks whose own gradients are of other dtypes decide alike.
+  // Rounded, so that ranks whose own gradients are of other dtypes take the same decision.
   if (clip.found_inf != nullptr && *clip.found_inf == 0 &&
       is_spike(clip, static_cast<float>(norm))) {
     *clip.found_inf = kSpike;

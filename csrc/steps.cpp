@@ -1,5 +1,5 @@
 // Calls over gradients and the update of a scale, for Python's steps. One that returns None has
-// done nothing: Python goes on with a walk that takes everything.
+// done nothing: Python continues with a walk that takes everything.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
@@ -109,7 +109,7 @@ PyObject* const kStageName = PyUnicode_InternFromString("stage");
 PyObject* const kCastingName = PyUnicode_InternFromString("_master_weights_of");
 
 // The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
-// whatever ends that one early, nobody steps on gradients that are half written. Made before the
+// whatever ends the pass early, nobody steps on gradients that are half written. Made before the
 // walk, and with what it replaces kept until after the pass: what makes or drops objects may run
 // Python, which could take gradients away.
 class Mark {
@@ -433,7 +433,7 @@ PyObject* clip_over(const Over& over, PyObject* clip) {
 
 // clip_over(optimizer, entry, unscaled, pass, allow_fp16, scale, clip) -> norm. The pass reads;
 // then gradients are unscaled and clipped, and the entry is marked. Of the clip the limits count,
-// its tensors but for `accepted_norms` are made. Gradients that share memory are left to Python.
+// its tensors except for `accepted_norms` are made. Gradients that share memory are left to Python.
 PyObject* clip_over(PyObject* const* args) { return clip_over(Over(nullptr, args), args[6]); }
 
 // clip_over_on(launcher, ...)

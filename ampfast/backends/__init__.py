@@ -76,7 +76,7 @@ class Kernels(Protocol):
         """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
 
         Args:
-            pairs: A list of nothing but pairs (`core.list_of`).
+            pairs: A list that has only pairs (`core.list_of`).
             found_inf: One-element float32, or None; where it is not 0, nothing is written.
         """
 
@@ -93,14 +93,14 @@ class Kernels(Protocol):
         """Writes the next scale and growth tracker in place, and records the step in the state.
 
         Args:
-            fields: Those of an `Update`, whose constructor would be a cold Python frame.
+            fields: The fields of an `Update`, whose constructor would be a cold Python frame.
 
         Returns:
             Whether it was done; else nothing was written, and torch's op does it.
         """
 
 
-# Those of every device, and those of CPUs, which are the compiled core's own.
+# The kernels of every device, and of CPUs; the compiled core has its own for CPUs.
 TORCH_OPS = cast(Kernels, torch_ops)
 cpu = cast(Kernels, compiled)
 
@@ -255,7 +255,7 @@ def _kernels(name: str) -> Kernels:
 
 
 def _takes_cpu(name: str | None) -> bool:
-    """Whether the kernels of a GPU backend are interpreted, hence on CPU tensors."""
+    """Whether the kernels of a GPU backend are interpreted, so they run on CPU tensors."""
     return name == "triton" and bool(_launcher("triton").INTERPRETED)
 
 

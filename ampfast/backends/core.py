@@ -19,9 +19,9 @@ _REMEDY = (
 
 
 def _require_torch(built_for: str, here: str) -> None:
-    """Raises ImportError unless torch's version equals the build's, but for the patch number.
+    """Raises ImportError unless torch's version equals the build's, except for the patch number.
 
-    C++ classes may differ between minor versions, and some mismatched builds load all the same.
+    C++ classes may differ between minor versions, and some mismatched builds still load.
     """
     if built_for.split(".")[:2] != here.split(".")[:2]:
         raise ImportError(
@@ -106,8 +106,8 @@ class Pass(NamedTuple):
         factor_copy: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.
         squares: Whether sums are of values that are written, too.
-        clip: A clipping, from one row of sums, whose coefficient takes the place of `coefficient`;
-            its norm is written, and nothing else. Or None; kernels know it, torch's ops do not.
+        clip: A clipping, from one row of sums, whose coefficient replaces `coefficient`; its norm
+            is written, and nothing else. Or None; kernels know it, torch's ops do not.
     """
 
     write: bool
@@ -141,7 +141,7 @@ class Clip(NamedTuple):
     """The norm and coefficient of a clipping; all tensors are on one device.
 
     Attributes:
-        sums: float64 of shape (passes, 2), those of each pass.
+        sums: float64 of shape (passes, 2), the sums of each pass.
         max_norm: Limit of the norm.
         largest: Whether the norm is the largest magnitude, else the 2-norm.
         norm: One-element float32 or float64 that gets the norm.

@@ -87,7 +87,7 @@ def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]
     """Copies a tensor to pinned host memory without a sync.
 
     Returns:
-        The copy, and an event recorded behind it; for a tensor on the host the tensor
+        The copy, and an event recorded after it; for a tensor on the host the tensor
         itself and None.
     """
     if not tensor.is_cuda:

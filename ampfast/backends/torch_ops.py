@@ -61,7 +61,7 @@ class TensorList:
 
     Attributes:
         device: The device.
-        groups: The gradients, first those that torch's ops may refuse.
+        groups: The gradients, first the ones which torch's ops may refuse.
     """
 
     device: torch.device
@@ -99,7 +99,7 @@ def lists_of(
     found: Iterable[tuple[Any, Tensor, int, int]],
     values_of: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> list[TensorList]:
-    """Returns the gradients that a walk has set aside, in a list for each device.
+    """Returns the gradients that a walk has set apart, in a list for each device.
 
     Args:
         found: Parameters, gradients, numbers of the parameters, and kinds of the gradients.
@@ -133,7 +133,7 @@ clip_over = pass_over
 
 @torch.no_grad()
 def run(grads: TensorList, work: Pass) -> Tensor:
-    """Runs a pass over a list; returns its found_inf. No update rides in it.
+    """Runs a pass over a list; returns its found_inf. It includes no update.
 
     Its ops are as many for a thousand gradients of a dtype as for one.
     """
@@ -213,8 +213,8 @@ def _peaks(group: _Group, work: Pass, factor: Tensor | None) -> list[Tensor]:
 def _may_overflow(factor: Tensor, divides: bool) -> bool:
     """Whether finite values may be infinite as they are used.
 
-    On a CPU the factor tells, at no cost. On other devices a read of the values does, which a check
-    takes in place of torch's op, that writes.
+    On a CPU the factor shows it, at no cost. On other devices a read of the values does; a check
+    uses this read instead of torch's op, which writes.
     """
     if not _is_on_host(factor):
         return True
@@ -297,14 +297,14 @@ class _State:
         row: The new row.
         left: float32 memory for numbers that are compared.
         right: What they are compared with.
-        compared: Those of both that are no constant zeros at the end.
+        compared: The values of both that are no constant zeros at the end.
         bits: What is larger to the left: status, and of each counter whether it grows and stays.
         grows: These.
         stays: These.
         zero: 0-dim float32.
         one: 0-dim float32.
         tracker: The growth tracker of the last update.
-        known: Its growth interval, and the version of the tracker behind it.
+        known: Its growth interval, and the version of the tracker after it.
     """
 
     tracker: Tensor | None = None

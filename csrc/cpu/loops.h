@@ -1,14 +1,14 @@
-// The loops over one contiguous block; included once per instruction set, behind vectors.h.
+// The loops over one contiguous block; included once per instruction set, after vectors.h.
 
 // Elements that a loop takes at a time, on every instruction set.
 constexpr int kRow = 32;
 
-// Those of a register.
+// Elements of a register.
 template <class T>
 constexpr int kStep = sizeof(Doubles) / sizeof(T);
 
-// How far ahead of a row memory is asked for, in bytes: processors by themselves stop at the end of
-// a page, and look less far ahead where more is computed. It pays in a long block.
+// How far ahead of a row memory is asked for, in bytes: a processor's own prefetch stops at the end
+// of a page, and looks less far ahead where more is computed. It pays in a long block.
 constexpr int64_t kAhead = 8192;
 
 template <class T>
@@ -25,7 +25,7 @@ AMPFAST_INLINE void fetch_ahead([[maybe_unused]] const T* row) {
 
 // Calls `row.take<kRow>(from, to)` for every row of a block, which is only read where `to` is
 // constant, and `from`. What is left is taken by `kLast` elements; the last are filled up with
-// zeros behind the first `count`. With `streams` rows are written past the caches, where that is
+// zeros after the first `count`. With `streams` rows are written past the caches, where that is
 // possible.
 template <int kLast, class From, class To, class Row>
 AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& row,
@@ -283,7 +283,7 @@ struct Squares {
   }
 };
 
-// Blocks of so many rows are summed in float32, hence with as many roundings at most, and added in
+// Blocks of so many rows are summed in float32, so with as many roundings at most, and added in
 // float64.
 constexpr int kRowsOfBlock = 8;
 

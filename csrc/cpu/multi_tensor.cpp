@@ -32,7 +32,7 @@ constexpr int64_t kTorchGrain = 32 * 1024;
 // Between small tensors processors foresee no address.
 constexpr int64_t kSpansAhead = 8;
 
-// In a forked child the threads of OpenMP are gone, and waiting for them would not end.
+// A forked child has no threads of OpenMP, and waiting for them would not end.
 std::atomic<bool> forked{false};
 #ifndef _WIN32
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });

@@ -18,7 +18,7 @@ struct Work {
   bool write = false;  // multiplies in place, or writes the float32 values of pairs; else reads
   Factor how = Factor::kNone;
   float factor = 1;
-  // By which the rounded products are multiplied. Such a pass decides nothing, and reads nothing
+  // By which the rounded products are multiplied. This pass decides nothing, and reads nothing
   // that it does not change.
   std::optional<double> coefficient;
   // Gets the sum of squares of the values times the factor, 0 where they are divided, and the

@@ -39,7 +39,7 @@ AMPFAST_INLINE void store(void* to, Register value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-// Copies the first bytes of a row, and zeros behind them if `kWhole`. Masks save calls, and the
+// Copies the first bytes of a row, and zeros after them if `kWhole`. Masks save calls, and the
 // wait of a load for several stores: of `kStored` bytes each, where that is less than the row.
 template <size_t kSize, bool kWhole, size_t kStored = 64>
 AMPFAST_INLINE void copy_part(void* to, const void* from, size_t bytes) {

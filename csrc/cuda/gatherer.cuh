@@ -73,7 +73,7 @@ __device__ void store_floats(float* place, const T (&values)[kCount], bool is_al
   }
 }
 
-// This thread's vectors of a window, of whose bytes `left` are in it: those that are not are 0.
+// This thread's vectors of a window, of whose bytes `left` are in it: the others are 0.
 __device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place, int left) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -81,8 +81,9 @@ __device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place
   }
 }
 
-// Where the whole vectors of a chunk are, in bytes behind its beginning, and the element outside of
-// them that this thread takes: the first threads take those before, as many others those behind.
+// Where the whole vectors of a chunk are, in bytes after its beginning, and the element outside of
+// them that this thread takes: the first threads take the elements before, as many others the ones
+// after.
 template <class Format>
 struct Parts {
   int head;
@@ -139,7 +140,7 @@ __device__ void take_chunk(Taker& taker, char* address, int bytes) {
   }
 }
 
-// Peak and squares that one thread gathers. With kWrite the products are stored: in their place, or
+// Peak and squares of one thread. With kWrite the products are stored: in their place, or
 // with kPairs as float32.
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
 struct Gatherer {

@@ -36,7 +36,7 @@ struct Kernels {
   Kernel clip_coefficient;
 };
 
-// Never destroyed: at the end of the process the driver may be gone before it.
+// Never destroyed: at the end of the process the driver may be destroyed before it.
 std::map<int, Kernels>& loaded() {
   static auto& loaded = *new std::map<int, Kernels>;
   return loaded;
@@ -53,7 +53,7 @@ void enter(void* context) {
   }
 }
 
-// Throws if a kernel takes another argument than this core hands over, where the driver tells.
+// Throws if a kernel takes another argument than this core passes, if the driver says so.
 void require_layout(void* function, const std::string& name, size_t bytes) {
   size_t offset = 0;
   size_t size = 0;

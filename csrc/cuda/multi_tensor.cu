@@ -1,5 +1,5 @@
 // CUDA kernels over a table of gradients. Programs take its chunks in turn, and the last one to
-// finish decides, sums up and updates the scale. Compiled by itself to what kernels.cpp loads,
+// finish decides, sums up and updates the scale. Compiled separately, to what kernels.cpp loads,
 // which knows these names.
 #include "gatherer.cuh"
 #include "multi_tensor.h"
@@ -108,7 +108,7 @@ __device__ void pass(const Launch& launch) {
     const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.how, gatherer.factor);
     if (!std::isfinite(used)) {
       mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
-      // So that the next tensor is judged by itself; a peak that passes may stay.
+      // So that the next tensor is judged alone; a peak that passes may stay.
       add(header + kFinished, kNotFinite);
       if (kNorm) {
         raise(header + kPeak, magnitude(static_cast<double>(used)));

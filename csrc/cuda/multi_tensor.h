@@ -24,18 +24,18 @@ enum Kind {
   kKinds,
 };
 
-// One launch over a segment of a table. All pointers are to memory of the device; those that may be
-// null say what that means.
+// One launch over a segment of a table. All pointers are to memory of the device; if one may be
+// null, it says what that means.
 struct Launch {
   Dtype dtype = Dtype::kFloat32;
   const int64_t* table = nullptr;  // the chunks' words; null: they are in `words`
   int chunks = 0;
-  int first = 0;       // of these chunks among those of all segments
+  int first = 0;       // of these chunks among all segments'
   int all_chunks = 0;  // of all segments
   int64_t* header = nullptr;
   double* partials = nullptr;     // the sum of squares of each chunk of all segments
-  bool is_paired = false;         // with float32 values, which are written in place of 16-bit ones
-  bool is_aligned = false;        // those of each chunk's first whole vector are
+  bool is_paired = false;         // with float32 values, which are written instead of 16-bit ones
+  bool is_aligned = false;        // the values of each chunk's first whole vector are
   Factor how = Factor::kNone;     // of a division neither products nor squares are defined
   const float* factor = nullptr;  // null with kNone alone
   const double* coefficient = nullptr;  // for kClip
@@ -60,7 +60,7 @@ struct Launch {
 
 static_assert(sizeof(Launch) <= 4096, "more than the arguments of a kernel");
 
-// An update of the scale by itself. Of the flags, repeated where there are fewer, any that is not 0
+// An update of the scale alone. Of the flags, repeated where there are fewer, any that is not 0
 // counts.
 struct UpdateAlone {
   Update update;
@@ -86,7 +86,7 @@ void update_scale(const UpdateAlone& alone, const Place& place);
 // Queues the coefficient of a clipping.
 void clip_coefficient(const Clip& clip, const Place& place);
 
-// Limits the grid to so many programs, for tests and measurements; 0: to those that a device holds
+// Limits the grid to so many programs, for tests and measurements; 0: to as many as a device holds
 // at once.
 void limit_programs(int64_t programs);
 

@@ -14,7 +14,7 @@ __device__ inline void add(int64_t* place, int64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(value));
 }
 
-// Orders what this thread knows before it, and what others told with it behind it.
+// Publishes what this thread wrote before, and acquires what others published in the same way.
 __device__ inline int64_t add_in_order(int64_t* place, int64_t value) {
 #if defined(__CUDACC__)
   int64_t before;

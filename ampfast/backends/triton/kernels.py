@@ -177,7 +177,7 @@ def _parts(fields, DTYPE: tl.constexpr, THREADS: tl.constexpr, PAIRED: tl.conste
     """Parts of a chunk: the number of its whole vectors, a mask of edges, and pointers.
 
     These are to whole vectors and to an edge of each thread, then to their float32 values, if
-    paired. Up to a vector less one lie before and as many behind the whole vectors, each of which
+    paired. Up to a vector less one lie before and as many after the whole vectors, each of which
     some thread takes as its edge.
     """
     address = fields[_CHUNK.ADDRESS]
@@ -271,7 +271,7 @@ def _float_at(ptr):
 
 @triton.jit
 def _word(value):
-    """Bits of a float32 as they stand in a state."""
+    """Bits of a float32 as a state stores them."""
     return value.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
@@ -449,7 +449,7 @@ def multi_tensor(
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
 
-    Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials_ptr` behind
+    Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials_ptr` after
     `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
     values, `divisor_ptr` to a copy of the factor, `marks_ptr` to the overflow marks of parameters.
     With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at

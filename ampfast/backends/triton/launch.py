@@ -32,9 +32,9 @@ _most_programs = 0
 
 _Arguments = tuple[Any, ...]
 
-# Of variants that were launched, hence compiled and loaded, their most programs, how they are
+# Variants that were launched, so they are compiled and loaded. Their most programs, how they are
 # launched again, with a number of programs and the kernel's arguments, and whether these are
-# addresses in place of tensors.
+# addresses instead of tensors.
 _launched: dict[object, tuple[int, Callable[[int, _Arguments], object], bool]] = {}
 
 
@@ -199,7 +199,7 @@ def _direct(
     tells all (tables, which alone are specialized by alignment, are aligned as torch's allocator
     does), and looks for changes of the kernel's source, of globals and of Triton's settings. These
     apply only to variants that are launched later. None, for the usual way, with a Triton that
-    does not take such a launch: one without programs is tried, which launches nothing.
+    does not take this launch: one without programs is tried, which launches nothing.
     """
     try:
         run, code, metadata = kernel.run, kernel.function, kernel.packed_metadata
