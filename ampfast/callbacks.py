@@ -15,7 +15,7 @@ _Write = Callable[[dict[str, float]], object]
 
 
 def attach(trainer: Any, prefix: str = "scaler/") -> None:
-    """Has a trainer log its scaler's figures, those of `report.figures`, where it logs its own.
+    """Has a trainer log the `report.figures` of its scaler where it logs its own figures.
 
     The host reads them once for each line of the trainer's log, and not in other steps. After an
     overflow the report of a scaler that tracks goes to Python's logger "ampfast" as a warning. Call
@@ -82,7 +82,7 @@ def _for_transformers(trainer: Any, prefix: str) -> Any:
             self._is_due = control.should_log
 
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            # Behind the trainer's own line, which a call of its log() before would suppress.
+            # After the trainer's own line, which a call of its log() before would suppress.
             if self._is_due:
                 self._is_due = False
                 is_first = state.is_world_process_zero

@@ -74,7 +74,7 @@ def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
 
     Args:
         scaler: The scaler.
-        since: Number of its steps before those that are counted, such as the "steps" of the last
+        since: Number of its steps that are not counted, such as the "steps" of the last
             call. At most the last 1,024 steps are counted.
 
     Returns:

@@ -39,7 +39,7 @@ class StepLog:
     (null, "overflow" or "spike") and "grad_norm" (null if none was taken, or not finite).
 
     Args:
-        path: The file, which is written anew.
+        path: The file; an earlier one is overwritten.
     """
 
     def __init__(self, path: str) -> None:
