@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import ampfast
+from ampfast.watch import is_first_rank
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         end = words.index("--")
         _, rest = behind.parse_known_args(words[:end], options)
         options.arguments = [*rest, *words[end + 1 : -1]]
-        if len(rest) < end and os.environ.get("RANK", "0") == "0":
+        if len(rest) < end and is_first_rank():
             print(
                 "ampfast compare: takes its own options behind SCRIPT, too; what is the script's "
                 "goes behind a --",

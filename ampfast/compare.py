@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 
 from ampfast.report import figure_of
+from ampfast.watch import is_first_rank
 
 SCHEMA = 2
 # Updates of the second run with torch's scaler, which tells whether torch's repeats itself.
@@ -86,7 +87,7 @@ def run(
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
-    if _is_first():
+    if is_first_rank():
         print(json.dumps(facts, indent=2) if as_json else describe(facts))
         if plot is not None:
             _draw(theirs, ours, plot)
@@ -184,10 +185,6 @@ def _keep_input(file: IO[bytes]) -> None:
             size += file.write(part)
 
 
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _records(called: list[str], number: int, stop: int | None, given: IO[bytes]) -> list[_Record]:
     """Runs the program in a process of its own; returns what its scalers did.
 
@@ -195,7 +192,7 @@ def _records(called: list[str], number: int, stop: int | None, given: IO[bytes])
     """
     is_ours = number % 2 == 0
     name, again = "ampfast's" if is_ours else "torch's", ", again" if number > 2 else ""
-    if _is_first():
+    if is_first_rank():
         print(f"ampfast compare: runs with {name} scaler{again}", file=sys.stderr)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-m", "ampfast", "run"]
@@ -237,7 +234,7 @@ def _own_store(number: int) -> dict[str, str]:
     key, port = f"ampfast/{number}", int(os.environ["MASTER_PORT"])
     connect: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
     store = connect(os.environ["MASTER_ADDR"], port, is_master=False)
-    if os.environ["RANK"] == "0":
+    if is_first_rank():
         with socket.socket() as unused:
             unused.bind(("", 0))
             store.set(key, str(unused.getsockname()[1]))

@@ -16,7 +16,7 @@ from typing import Any
 
 import ampfast
 from ampfast.step_log import StepLog
-from ampfast.watch import Record, Watch
+from ampfast.watch import Record, Watch, is_first_rank
 
 # Files whose frames come before the program's own in a traceback.
 _OUTER = (__file__, runpy.run_module.__code__.co_filename)
@@ -103,7 +103,7 @@ def run(
     if not keep_torch:
         patch_with_children(clip, given)
     process, failed, is_over = os.getpid(), False, threading.Event()
-    steps = None if log is None or not _is_first_rank() else StepLog(log)
+    steps = None if log is None or not is_first_rank() else StepLog(log)
 
     def finish() -> None:
         # Neither in a fork of the program's, nor a second time.
@@ -176,7 +176,7 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
     if file is not None:
         weights = watch.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
-    elif _is_first_rank():
+    elif is_first_rank():
         lines = [describe(one) for one in records[:_MOST]]
         lines += [] if records or failed else [_NO_SCALER]
         for number, line in enumerate(lines, start=1):
@@ -188,10 +188,6 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
         for one in records[:_MOST]:
             if getattr(one.scaler, "_track", None) is not None:
                 print(one.scaler.overflow_report(local=True), file=sys.stderr)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def describe(record: Record) -> str:

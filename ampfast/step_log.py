@@ -54,15 +54,21 @@ class StepLog:
             scaler: An `ampfast.GradScaler`.
             updates: Number of its updates up to now.
         """
-        seen = self._scalers.setdefault(id(scaler), _Steps(len(self._scalers) + 1))
+        seen = self._seen_of(scaler)
         is_due = time.monotonic() - seen.read_at >= _PERIOD
         if is_due or updates - seen.updates >= _MOST_STEPS:
             self.write(scaler)
             seen.updates, seen.read_at = updates, time.monotonic()
 
+    def _seen_of(self, scaler: Any) -> _Steps:
+        seen = self._scalers.get(id(scaler))
+        if seen is None:
+            seen = self._scalers[id(scaler)] = _Steps(len(self._scalers) + 1)
+        return seen
+
     def write(self, scaler: Any) -> None:
         """Writes the steps of a scaler that are not in the file yet, with one host sync."""
-        seen = self._scalers.setdefault(id(scaler), _Steps(len(self._scalers) + 1))
+        seen = self._seen_of(scaler)
         history: History = scaler.history()
         columns: list[Tensor] = [history.step, history.scale, history.skipped, history.spiked]
         rows = zip(*(each.tolist() for each in [*columns, history.grad_norm]), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,11 @@ _MOST_OPTIMIZERS = 64
 # Elements that are hashed at once.
 _CHUNK = 2**20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints: rank 0 under torchrun, or a program without ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def checksum(tensor: Tensor) -> Tensor:

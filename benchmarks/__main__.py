@@ -209,7 +209,7 @@ def run(
     file: Path | None,
     started: float,
     deadline: float,
-    signals: Sequence[int] = (),
+    signals: Sequence[int],
 ) -> int:
     """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C.
 

@@ -286,7 +286,14 @@ def test_norms(world: int, order: float) -> None:
         assert seen == pytest.approx([*exact, exact[2], 1.0], rel=1e-6)
 
 
-def misused(what: str) -> str:
+# By the name of an argument, calls that take a group.
+TAKING: dict[str, Callable[[Any], object]] = {
+    "process_group": lambda group: GradScaler("cpu", process_group=group),
+    "group": lambda group: ampfast.mark_replicated([torch.ones(2)], group=group),
+}
+
+
+def misused(what: str, name: str) -> str:
     if what == "outside":
         group: Any = dist.new_group([1])
         if dist.get_rank() == 1:
@@ -302,7 +309,7 @@ def misused(what: str) -> str:
     else:
         group = [0, 1]
     try:
-        GradScaler("cpu", process_group=group)
+        TAKING[name](group)
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing raised"
@@ -311,12 +318,13 @@ def misused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("outside", "ValueError: process_group does not contain this rank"),
-        ("mesh outside", "ValueError: process_group does not contain this rank"),
-        ("device", "ValueError: "),
-        ("list", "TypeError: "),
+        ("outside", "ValueError: {} does not contain this rank"),
+        ("mesh outside", "ValueError: {} does not contain this rank"),
+        ("device", "ValueError: {} is a mesh of 'meta', not of 'cpu'"),
+        ("list", "TypeError: {} must be a torch.distributed.ProcessGroup"),
     ],
 )
-def test_invalid_groups(what: str, says: str) -> None:
-    for said in ranks.run(misused, what):
-        assert said.startswith(says) or (said == "" and "outside" in what)
+@pytest.mark.parametrize("name", TAKING)
+def test_invalid_groups(what: str, says: str, name: str) -> None:
+    for said in ranks.run(misused, what, name):
+        assert said.startswith(says.format(name)) or (said == "" and "outside" in what)

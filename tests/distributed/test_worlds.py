@@ -12,18 +12,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from support.gradients import parameter_like
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import SGD
 
 import ampfast
 from ampfast import GradScaler, functional
-
-
-def parameter(grad: torch.Tensor) -> torch.nn.Parameter:
-    param = torch.nn.Parameter(torch.zeros_like(grad))
-    param.grad = grad
-    return param
 
 
 def begun(**arguments: Any) -> GradScaler:
@@ -44,8 +39,8 @@ def stages(bad: int | None) -> tuple[float, bool]:
         grad[0] = math.inf  # on both replicas
     if rank == bad and rank < 2:
         grad.to_local()[0] = math.inf
-    optimizer = SGD([parameter(grad)], lr=1.0)
-    same = parameter(torch.full((4,), 3.0))
+    optimizer = SGD([parameter_like(grad)], lr=1.0)
+    same = parameter_like(torch.full((4,), 3.0))
     ampfast.mark_replicated([same])
     scaler = begun(process_group=mesh["stage"])
     norm = scaler.grad_norm([optimizer, SGD([same], lr=1.0)]).item()
@@ -65,9 +60,9 @@ def half(layout: str) -> list[float]:
     first = distribute_tensor(torch.ones(4), all_ranks, [Shard(0)])
     placement = Shard(0) if layout == "sharded" else Replicate()
     local = torch.full((1 if layout == "sharded" else 2,), 3.0)
-    params = [parameter(first)]
+    params = [parameter_like(first)]
     if dist.get_rank() >= 2:
-        params.append(parameter(DTensor.from_local(local, last, [placement])))
+        params.append(parameter_like(DTensor.from_local(local, last, [placement])))
     optimizer, scaler = SGD(params, lr=1.0), begun()
     return [scaler.grad_norm(optimizer, order).item() for order in (2.0, 3.0, math.inf)]
 
@@ -84,7 +79,7 @@ def other_order() -> list[float]:
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     mesh = DeviceMesh("cpu", [0, 3, 2, 1])
     grad = DTensor.from_local(torch.full((4,), 2.0), mesh, [Replicate()])
-    optimizer, scaler = SGD([parameter(grad)], lr=1.0), begun(process_group=group)
+    optimizer, scaler = SGD([parameter_like(grad)], lr=1.0), begun(process_group=group)
     return [scaler.grad_norm(optimizer, order).item() for order in (2.0, 3.0)]
 
 
@@ -106,7 +101,7 @@ def hooked(fused: bool) -> bool:
     mesh = init_device_mesh("cpu", (2,))
     local = torch.full((1,), math.inf if dist.get_rank() else 1.0)
     optimizer = torch.optim.Adam(
-        [parameter(DTensor.from_local(local, mesh, [Shard(0)]))], fused=fused
+        [parameter_like(DTensor.from_local(local, mesh, [Shard(0)]))], fused=fused
     )
     scaler = Own("cpu")
     scaler.scale(torch.ones(()))
@@ -158,8 +153,8 @@ def test_a_rank_without_the_gradient_of_its_shard(fused: bool) -> None:
 def experts() -> float:
     """Norm of shards and of a plain gradient that differs between ranks."""
     mesh = init_device_mesh("cpu", (2,))
-    shards = parameter(distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
-    own = parameter(torch.full((1,), 3.0 + dist.get_rank()))
+    shards = parameter_like(distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
+    own = parameter_like(torch.full((1,), 3.0 + dist.get_rank()))
     scaler = begun(process_group=dist.group.WORLD)
     return scaler.grad_norm(SGD([shards, own], lr=1.0)).item()
 
@@ -204,7 +199,7 @@ def anew() -> list[bool]:
         scalers = [before, ampfast.ShardedGradScaler("cpu")]
         for scaler in scalers:
             scaler.scale(torch.ones(()))
-            optimizer = SGD([parameter(torch.full((2,), math.inf if rank else 1.0))], lr=1.0)
+            optimizer = SGD([parameter_like(torch.full((2,), math.inf if rank else 1.0))], lr=1.0)
             scaler.step(optimizer)
             scaler.update()
             found.append(scaler.step_skipped(optimizer))
@@ -239,7 +234,7 @@ def test_a_world_older_than_the_import_of_torchs_class() -> None:
 
 def test_a_disabled_sharded_scaler_needs_no_world() -> None:
     scaler = ampfast.ShardedGradScaler("cpu", enabled=False)
-    optimizer = SGD([parameter(torch.tensor([3.0, 4.0]))], lr=1.0)
+    optimizer = SGD([parameter_like(torch.tensor([3.0, 4.0]))], lr=1.0)
     assert scaler.grad_norm(optimizer).item() == 5.0
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 5.0
     scaler.step(optimizer)

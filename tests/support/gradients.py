@@ -60,6 +60,13 @@ def plant(gradient: torch.Tensor, where: str, value: float) -> torch.Tensor:
     return gradient
 
 
+def parameter_like(gradient: torch.Tensor) -> torch.nn.Parameter:
+    """Parameter of zeros with this gradient, distributed like it."""
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
 def parameter_with(gradient: torch.Tensor, fill: float = 1.0) -> torch.nn.Parameter:
     """Parameter with this very gradient, of its shape, dtype and device."""
     dense = torch.full(gradient.shape, fill, dtype=gradient.dtype, device=gradient.device)
