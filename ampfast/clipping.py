@@ -204,7 +204,8 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
     """Computes flags and sums of a term, some of whose gradients another rank may count."""
     work = Pass(term.unscales, *term.unscaling, squares=term.unscales)
     flags: dict[torch.device, list[Tensor]] = {}
-    split = [term.grads] if agreement is None else _split(term, agreement)
+    marks = {} if agreement is None else marks_of(term.grads.groups)
+    split = [term.grads] if agreement is None else _split(term, agreement, marks)
     for grads, counts in zip(split, (True, False), strict=False):
         found, sums = grads.run(work, reduces=False)
         term.sums += sums
@@ -213,7 +214,6 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
             flags.setdefault(device, []).append(flag)
     if agreement is not None:
         # Partial sums are replaced by reduced ones.
-        marks = marks_of(term.grads.groups) if term.grads.shards.partial else {}
         for number, reduced in term.grads.shards.reduced():
             row = torch_ops.norms([reduced], term.inverse_on(reduced.device))
             term.sums.append(row)
@@ -229,10 +229,11 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
     }
 
 
-def _split(term: NormTerm, agreement: Agreement) -> tuple[gradients.Gradients, gradients.Gradients]:
+def _split(
+    term: NormTerm, agreement: Agreement, marks: dict[int, tuple[int, ...]]
+) -> tuple[gradients.Gradients, gradients.Gradients]:
     """Splits the gradients into those whose norm this rank counts, and the others."""
     # The norm of a partial sum is not that of a summand.
-    marks = marks_of(term.grads.groups)
     counts = {
         number: not layout.is_partial and agreement.counts(layout, marks.get(number))
         for number, layout in term.grads.layouts.items()
