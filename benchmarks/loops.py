@@ -218,6 +218,11 @@ class Loop:
             raise AssertionError(f"{self.key}: the scale {scale} is no power of two")
         return scale
 
+    def skips(self) -> float:
+        """A number that a skipped step changes: the count of skips, or torch's scale."""
+        scaler = self.scaler
+        return scaler.stats().skipped if hasattr(scaler, "stats") else scaler.get_scale()
+
 
 def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequence[str]) -> None:
     """Trains the module with torch's scaler, and copies of its parameters with each of ours.
@@ -306,14 +311,14 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     }
     for loop in loops.values():
         loop.step()
-    scales = [loop.scale() for loop in loops.values()]
+    skips = [loop.skips() for loop in loops.values()]
     contenders = [Contender(*key, lambda number: None) for key in loops]
     # A round has one step of each contender.
     effort = replace(on.effort, sample_s=0.0)
     samples = interleave(contenders, effort, 1, lambda each, calls: loops[each.key].timed())
     theirs, own = loops.values()
     _assert_same(own, theirs, f"{what}, after it was timed")
-    if [loop.scale() for loop in loops.values()] != scales:
+    if [loop.skips() for loop in loops.values()] != skips:
         raise AssertionError(f"{what}: a step was skipped while timed")
     case = GradCase(net.name, net.shapes())
     timed = Timed("loops", case, autocast_dtype(on.device), contenders, samples)

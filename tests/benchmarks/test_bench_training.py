@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,6 +28,25 @@ CUDA = torch.device("cuda")
 
 def loop_of(kind, provider, net=SMALL):
     return Loop(net, kind, provider, Lesson.of(net, CPU))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("provider", ["torch", OURS])
+def test_a_scale_that_a_policy_moves_is_no_skip(monkeypatch, provider, bad):
+    plain = Loop.timed
+
+    def timed(loop):
+        if loop.key[-1] == provider and bad:
+            loop.step(bad=True)
+        seconds = plain(loop)
+        if loop.key[-1] == OURS and not bad:
+            loop.scaler.update(loop.scaler.get_scale() * 2.0)
+        return seconds
+
+    monkeypatch.setattr(Loop, "timed", timed)
+    monkeypatch.setattr(loops, "_assert_same", lambda *given: None)
+    with pytest.raises(AssertionError, match="a step was skipped") if bad else nullcontext():
+        loops.measure(SMALL, KINDS["AdamW, LogMax"], on())
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(fused=True), *SCHEDULED])
