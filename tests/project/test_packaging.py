@@ -361,7 +361,7 @@ def test_make_reports_a_missing_torch(checkout):
     bare = script(checkout / "bare", f'exec {sys.executable} -S "$@"')
     result = make("test", f"PYTHON={bare}", "VENV=", cwd=checkout)
     assert re.search(
-        r"torch, which is missing: run .*pip install 'torch>=2\.11'", complaint(result)
+        r"torch, which is missing: run .*pip install 'torch>=2\.10'", complaint(result)
     )
 
 
