@@ -22,6 +22,7 @@ CPU: int
 CUDA: int
 # Columns of a `Track`.
 MARK_WORDS: int
+MARK_SQUARES: int
 WINDOW_BYTES: int
 MOST_CHUNK_BYTES: int
 ENOUGH_CHUNKS: int

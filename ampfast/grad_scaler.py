@@ -31,6 +31,7 @@ from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite
+from ampfast.grad_norms import NormReport
 from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import Methods, original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, is_static, require_static
@@ -116,7 +117,7 @@ class GradScaler(Passes):
             the parameters that are equal on all ranks. DTensor gradients need no group.
         track: "overflow" for a record of each parameter's overflows, for `overflow_report`;
             "modules" for that and, of the model of `name_parameters`, what `find_nonfinite` finds;
-            or None.
+            "norms" for overflows and each parameter's norms, for `grad_norms`; or None.
         policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
         skip_above: Norm above which a step is skipped, as the attribute of this name.
         max_skips: Number of steps skipped in a row at which training ends, as the attribute of this
@@ -179,7 +180,7 @@ class GradScaler(Passes):
                 "a scale with dynamic=False never changes: it takes no min_scale, max_scale, "
                 "hysteresis or policy"
             )
-        skip_above = skip_limit_of(skip_above)
+        skip_limit_of(skip_above)
         self.max_skips = max_skips
         tracking.require_known(track)
         backends.require_known(backend)
@@ -211,7 +212,7 @@ class GradScaler(Passes):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-        self._skip_above = skip_above
+        self.skip_above = skip_above
 
     def __repr__(self) -> str:
         name, scale = type(self).__name__, self._scale if self._enabled else None
@@ -716,6 +717,21 @@ class GradScaler(Passes):
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))
 
+    def grad_norms(self) -> NormReport:
+        """Returns the norms of each parameter's gradient in the last 128 steps.
+
+        They are measured in the pass that unscales or checks, and stay on the device until this
+        asks, with one host sync. Of a distributed gradient it is the norm of this rank's part.
+
+        Raises:
+            RuntimeError: Without `track="norms"`, or under capture.
+            ValueError: If `name_parameters` named no parameter of one of the optimizers.
+        """
+        if self._track != "norms":
+            raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
+        refuse_capture("a report that the host reads", "ask after the replay")
+        return self._tracking.norm_report(self._names)
+
     def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
         """Returns how an optimizer's gradients fit the range of float16 at the current scale.
 
@@ -947,8 +963,8 @@ class GradScaler(Passes):
 
     def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
-        if self._skip_above is not None:
-            self._unscale_below(self._skip_above, optimizer, turn, scale, defers=False)
+        if self._norm_limit is not None:
+            self._unscale_below(self._norm_limit, optimizer, turn, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
@@ -1009,7 +1025,7 @@ class GradScaler(Passes):
             grad_scale = getattr(optimizer, "grad_scale", None)
         elif hasattr(optimizer, "grad_scale"):
             grad_scale = scale * optimizer.grad_scale
-            if self._skip_above is not None:
+            if self._norm_limit is not None:
                 grad_scale, is_new = self._checked_by_scale(optimizer, turn, grad_scale), True
         else:
             grad_scale, is_new = self._checked_by_scale(optimizer, turn, scale), True
@@ -1023,7 +1039,7 @@ class GradScaler(Passes):
                     flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
             turn["found_inf_per_device"] = flags
         flags = turn["found_inf_per_device"]
-        if is_new and len(flags) == 1 and scale.device in flags and self._skip_above is None:
+        if is_new and len(flags) == 1 and scale.device in flags and self._norm_limit is None:
             # Exactly 0 or 1; only another's optimizer may write it.
             flag = flags[scale.device]
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")

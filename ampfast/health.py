@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ampfast.backends.scalars import moved, widest
-from ampfast.tracking import Names, table
+from ampfast.tables import table
+from ampfast.tracking import Names
 
 _SMALLEST_SUBNORMAL = 2.0**-24
 _SMALLEST_NORMAL = 2.0**-14

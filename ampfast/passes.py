@@ -43,6 +43,8 @@ class Passes(TorchGradScaler):
     _unscale_pass = _check_pass = _clip_pass = Pass(False, Factor.NONE)
     _track: str | None = None
     _skip_above: float | Sigmas | None = None
+    # The limit of norms by which a step is measured: infinity where they are only kept, or None.
+    _norm_limit: float | Sigmas | None = None
     _skip_limit: SkipLimit | None = None
     _warned_of_shared_memory = False
 
@@ -54,7 +56,7 @@ class Passes(TorchGradScaler):
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
-    _tracking = cached_property(lambda self: tracking.Tracking())
+    _tracking = cached_property(lambda self: tracking.Tracking(self._track == "norms"))
     _names = cached_property(lambda self: tracking.Names())
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())
@@ -81,7 +83,9 @@ class Passes(TorchGradScaler):
 
     @skip_above.setter
     def skip_above(self, limit: float | Sigmas | None) -> None:
-        self._skip_above = skip_limit_of(limit)
+        self._skip_above = self._norm_limit = skip_limit_of(limit)
+        if limit is None and self._track == "norms":
+            self._norm_limit = math.inf
 
     @property
     def max_skips(self) -> int | None:
@@ -229,10 +233,10 @@ class Passes(TorchGradScaler):
         """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
-        if self._skip_above is not None:
+        if self._norm_limit is not None:
             # Not in its own, since nothing is written: a step that raises may be repeated.
             found = new_turn()
-            self._unscale_below(self._skip_above, optimizer, found, scale, defers=True)
+            self._unscale_below(self._norm_limit, optimizer, found, scale, defers=True)
             turn["found_inf_per_device"] = found["found_inf_per_device"]
             return found.divisor
         work, ending = self._check_pass, None
@@ -255,6 +259,8 @@ class Passes(TorchGradScaler):
     ) -> None:
         """Records the norm of a clip, and that it was compared."""
         self._loss_scale.record_norm(optimizers, norm, order)
+        for each in optimizers if self._track == "norms" else ():
+            self._tracking.record_norms(each)
         if spikes is not None:
             self._spike_rules.record(optimizers, spikes)
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ampfast.backends import scalars
+from ampfast.backends import scalars, torch_ops
 from ampfast.backends.core import MARK_WORDS, Pass, Track, drop_unheld, has_parameters
 from ampfast.capture import refuse_capture
 from ampfast.find_nonfinite import ModuleFault
+from ampfast.grad_norms import NormHistory, NormReport, ParameterNorms
 from ampfast.optimizers import ByOptimizer
-
-# Longest table that is printed, in lines.
-MOST_LINES = 40
+from ampfast.tables import table
 
 # Where all parameters overflowed.
 _EVERYWHERE = (
@@ -134,10 +133,15 @@ class OverflowReport:
 
 
 class Tracking:
-    """Tables of a scaler with a row for each parameter of its optimizers."""
+    """Tables of a scaler with a row for each parameter of its optimizers.
 
-    def __init__(self) -> None:
+    Args:
+        measures: Whether norms are kept by parameter, too.
+    """
+
+    def __init__(self, measures: bool = False) -> None:
         self.is_empty = True  # before the first pass
+        self._measures = measures
         self._records: ByOptimizer[_Record] = ByOptimizer()
 
     def start(
@@ -157,6 +161,8 @@ class Tracking:
                 refuse_capture("a change of an optimizer's parameters")
                 record.take_marks(last)
             self._records.record(optimizer, record)
+        if self._measures:
+            record.reset_squares()
         return lambda device: Track(record.marks_on(device), scalars.moved(steps[:1], device))
 
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
@@ -173,7 +179,36 @@ class Tracking:
             or not has_parameters(optimizer.param_groups, record.groups)
         ):
             return None
+        if self._measures:
+            record.reset_squares()
         return Pass(*work[:7], record.marks[steps.device], steps, *work[9:])
+
+    def record_norms(self, optimizer: Any) -> None:
+        """Keeps the norms of a pass over an optimizer's gradients that has summed squares."""
+        record = self._records.get(optimizer)
+        if self._measures and record is not None and record.marks:
+            if record.norms is None:
+                refuse_capture("the creation of norms by parameter")
+                record.norms = NormHistory(len(record.places), next(iter(record.marks)))
+            record.norms.append([torch_ops.squares_in(each) for each in record.marks.values()])
+
+    def norm_report(self, names: Names) -> NormReport:
+        """Norms of all optimizers' parameters; one host sync."""
+        records = [(o, r, r.norms.summary()) for o, r in self._records if r.norms is not None]
+        known = names.of([param for _, record, _ in records for param in record.params])
+        device = next((each.device for *_, each in records if not each.is_cpu), None)
+        here = [each if device is None else scalars.moved(each, device) for *_, each in records]
+        on_host = iter(torch.cat(here).tolist() if here else [])
+        return NormReport(
+            tuple(
+                ParameterNorms(
+                    known.get(param, f"group {group}, parameter {i}"),
+                    *(number, type(optimizer).__name__, group, i, *next(on_host)),
+                )
+                for number, (optimizer, record, _) in enumerate(records)
+                for param, (group, i) in zip(record.params, record.places, strict=True)
+            )
+        )
 
     def overflow_report(self, names: Names) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
@@ -206,7 +241,7 @@ def _overflows(
 ) -> list[ParameterOverflows]:
     """The overflows of a parameter, by its row on each device, if there were any."""
     last, last_nan, *_ = map(max, zip(*rows, strict=True))
-    *_, times, nans = map(sum, zip(*rows, strict=True))
+    _, _, times, nans, _ = map(sum, zip(*rows, strict=True))
     kind: Any = "nan" if last_nan == last else "inf"
     return [ParameterOverflows(*place, kind, last - 1, times - nans, nans)] if last else []
 
@@ -279,14 +314,22 @@ class _Record:
         # Group and index in it of each parameter.
         self.places = [(g, index) for g, group in enumerate(groups) for index in range(len(group))]
         self.marks: dict[torch.device, Tensor] = {}
+        self.norms: NormHistory | None = None
 
     def take_marks(self, last: _Record) -> None:
-        """Copies the marks of the parameters that another record has, too."""
+        """Copies marks and norms of the parameters that another record has, too."""
         rows = {param: row for row, param in enumerate(last.params)}
         moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
         for device, marks in last.marks.items() if moves else ():
             old, new = torch.tensor(moves, device=device).unbind(1)
             self.marks_on(device).index_copy_(0, new, marks[old])
+        if moves and last.norms is not None:
+            self.norms = last.norms.taken(moves, len(self.places))
+
+    def reset_squares(self) -> None:
+        """Sets the sums of squares to 0, before a pass."""
+        for marks in self.marks.values():
+            torch_ops.squares_in(marks).zero_()
 
     def marks_on(self, device: torch.device) -> Tensor:
         """The table of a device."""
@@ -301,8 +344,8 @@ def require_known(track: str | None) -> None:
     """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
     if track is not None and not isinstance(track, str):
         raise TypeError(f"track must be a string or None, got {type(track).__name__}")
-    if track not in (None, "overflow", "modules"):
-        raise ValueError(f"track must be 'overflow', 'modules' or None, got {track!r}")
+    if track not in (None, "overflow", "modules", "norms"):
+        raise ValueError(f"track must be 'overflow', 'modules', 'norms' or None, got {track!r}")
 
 
 def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -331,16 +374,3 @@ _OVERFLOWS: dict[str, Callable[[ParameterOverflows], str]] = {
     "steps with inf": lambda p: str(p.infinities),
     "with NaN": lambda p: str(p.nans),
 }
-
-
-def table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right."""
-    shown = rows[:MOST_LINES]
-    aligned: list[list[str]] = []
-    for title, cell in columns.items():
-        cells = [title, *map(cell, shown)]
-        align = str.rjust if aligned else str.ljust
-        aligned.append([align(text, max(map(len, cells))) for text in cells])
-    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
-    more = len(rows) - len(shown)
-    return [*lines, f"... and {more} more"] if more else lines

@@ -80,6 +80,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MOST_CHUNK_BYTES") = kMostChunkBytes;
   m.attr("ENOUGH_CHUNKS") = kEnoughChunks;
   m.attr("MARK_WORDS") = static_cast<int64_t>(kMarkWords);
+  m.attr("MARK_SQUARES") = static_cast<int64_t>(kSquares);
   m.attr("CLIP_EPSILON") = kClipEpsilon;
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);

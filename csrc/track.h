@@ -12,6 +12,7 @@ enum MarkWord : int64_t {
   kLastNan,         // the last step in which one was NaN
   kTimesNonFinite,  // in how many steps that was so
   kTimesNan,
+  kSquares,  // the bits of a float64, to which passes with sums add the sum of squares
   kMarkWords,
 };
 

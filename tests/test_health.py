@@ -14,7 +14,7 @@ from support.optimizers import OPTIMIZERS
 from support.tracking_reference import edges_of_half, random_list, range_of
 from support.twins import side
 
-from ampfast import GradScaler, health, tracking
+from ampfast import GradScaler, health, tables
 from ampfast.health import GradientHealth, ParameterHealth
 
 
@@ -203,7 +203,7 @@ def test_table_is_worst_first() -> None:
     assert lines[2].split()[5:] == ["-", "<0.01%", "50.00%", "-", "1024"]
     assert len({len(line) for line in lines}) == 1
     many = str(GradientHealth(tuple(row(f"layer {i}", 1.0, 2.0) for i in range(100))))
-    assert many.endswith(f"... and {100 - tracking.MOST_LINES} more")
+    assert many.endswith(f"... and {100 - tables.MOST_LINES} more")
     assert str(GradientHealth(())) == "No gradients."
 
 

@@ -163,6 +163,9 @@ def run(grads: TensorList, work: Pass) -> Tensor:
                 squares[-1] = _times(squares[-1], factor, used[0])
         if work.marks is not None:
             _mark_group_(group, work, factor, used)
+            if norms:
+                table = _by_parameter(work.marks, group.numbers, squares[-1].square())
+                squares_in(work.marks).add_(table)
     if sums is not None:
         sums.zero_()
         if squares:
@@ -620,16 +623,27 @@ def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> N
         numbers: Numbers of the parameters.
         used: Largest magnitudes of their gradients as they are used, of shape (N,).
     """
-    values = [used.new_zeros(())] * len(marks)
-    for number, value in zip(numbers, used.unbind(), strict=True):
-        values[number] = value
-    table = torch.stack(values)
+    table = _by_parameter(marks, numbers, used)
     found = torch.stack([~table.isfinite(), table.isnan()], dim=1)
-    last, times = marks.split(2, dim=1)
+    last, times = marks[:, :2], marks[:, 2:4]
     step = now.reshape(-1)[0] + 1
     # Counts once per step, in any number of passes.
-    marked = [torch.where(found, step, last), times + (found & (last < step))]
-    marks.copy_(torch.cat(marked, dim=1))
+    marked = torch.where(found, step, last), times + (found & (last < step))
+    marks[:, :4] = torch.cat(marked, dim=1)
+
+
+def _by_parameter(marks: Tensor, numbers: Iterable[int], values: Tensor) -> Tensor:
+    """A value for each row of marks, 0 where its parameter is none of `numbers`."""
+    rows = [values.new_zeros(())] * len(marks)
+    for number, value in zip(numbers, values.unbind(), strict=True):
+        rows[number] = value
+    return torch.stack(rows)
+
+
+def squares_in(marks: Tensor) -> Tensor:
+    """Returns the view of sums of squares in marks, of shape (P,), in the widest dtype."""
+    dtype = widest(marks.device)
+    return marks.view(dtype)[:, core.MARK_SQUARES * marks.itemsize // dtype.itemsize]
 
 
 def _local(grad: Tensor) -> Tensor:

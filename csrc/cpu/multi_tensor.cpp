@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <utility>
 
 #ifndef _WIN32
@@ -185,6 +186,16 @@ void mark_non_finite(const DtypeList& list, const std::vector<int64_t>& peaks, F
   }
 }
 
+// Adds the sums of chunks to the squares of their parameters.
+void add_squares(const DtypeList& list, const Reused<double>& partials, const Rows& marks) {
+  for (const Span& span : list.spans) {
+    int64_t& word = marks.words[span.parameter * kMarkWords + kSquares];
+    const auto first = partials.begin() + span.first_chunk;
+    const auto end = first + chunk_count(span.numel);
+    word = bits_as<int64_t>(std::accumulate(first, end, bits_as<double>(word)));
+  }
+}
+
 }  // namespace
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(std::max<int64_t>(bytes, 1)); }
@@ -232,6 +243,9 @@ bool run(const GradList& grads, const Work& work) {
     const double largest = std::fabs(used_peak(list, highest, how, work.factor));
     if (work.marks && !std::isfinite(largest)) {
       mark_non_finite(list, peaks, how, work.factor, *work.marks);
+    }
+    if (work.marks && squares) {
+      add_squares(list, partials, *work.marks);
     }
     peak = larger_or_nan(peak, largest);
     for (const double partial : partials) {

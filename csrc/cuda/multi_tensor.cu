@@ -105,9 +105,13 @@ __device__ void pass(const Launch& launch) {
     if (launch.marks == nullptr) {
       return;
     }
+    int64_t* row = launch.marks + parameter * kMarkWords;
+    if (kNorm && threadIdx.x == 0) {
+      add_float64(row + kSquares, launch.partials[launch.first + chunk]);
+    }
     const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.how, gatherer.factor);
     if (!std::isfinite(used)) {
-      mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
+      mark(row, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged alone; a peak that passes may stay.
       add(header + kFinished, kNotFinite);
       if (kNorm) {

@@ -55,7 +55,10 @@ class ReferenceLauncher:
                 if not segment.is_paired:
                     used = used.to(gradient.dtype)
             if work.sums is not None:
-                self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
+                squares = (wide * factor.to(wide.dtype)).double().square().sum()
+                self._squares += squares.item()
+                if work.marks is not None:
+                    torch_ops.squares_in(work.marks)[number] += squares
             if work.marks is not None:
                 peak = torch.linalg.vector_norm(used.reshape(-1), torch.inf)
                 torch_ops.mark_(work.marks, work.now, [number], peak.reshape(1))

@@ -50,7 +50,7 @@ _HEADER = _enumerated("FINISHED PEAK")
 _NOT_FINITE = tl.constexpr(1 << 32)
 _CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETER_SHIFT=32)
 # Words of a parameter's marks, as in csrc/track.h.
-_MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN WORDS")
+_MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN SQUARES WORDS")
 # Words of a scaler's state and of the norms of the steps taken, as in csrc/scale.h.
 _STATE = _constants(**vars(core.state_layout))
 _NORM = _constants(**vars(core.norm_layout))
@@ -514,6 +514,9 @@ def multi_tensor(
             used = _used_magnitude(peak, factor, FACTOR, DTYPE, not PAIRED)
             row_ptr = marks_ptr + (fields[_CHUNK.EXTENT] >> _CHUNK.PARAMETER_SHIFT) * _MARKS.WORDS
             _mark(row_ptr, now_ptr, used)
+            if NORM:
+                squares_ptr = (row_ptr + _MARKS.SQUARES).to(tl.pointer_type(tl.float64))
+                tl.atomic_add(squares_ptr, total, sem="relaxed")
             # Each tensor is judged separately; a finite peak may stay.
             bad = used >= _INFINITY
             none = used * 0

@@ -143,6 +143,15 @@ T __ldcg(const T* place) {
 }
 inline bool __isGlobal(const void*) { return true; }
 
+inline double atomicAdd(double* place, double value) {
+  double before = 0, after = 0;
+  __atomic_load(place, &before, __ATOMIC_RELAXED);
+  do {
+    after = before + value;
+  } while (!__atomic_compare_exchange(place, &before, &after, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED));
+  return before;
+}
 inline unsigned long long atomicAdd(unsigned long long* place, unsigned long long value) {
   return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }

@@ -1,0 +1,275 @@
+"""Norms of each parameter's gradient, kept on the device until they are asked for."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.comparison import FLOATS, assert_same
+from support.one_step import host_reads
+from support.reference_launcher import ReferenceLauncher
+from support.scalers import started
+
+import ampfast
+from ampfast import GradScaler, LogMax, StepGuard, grad_norms
+
+SHAPES = ((5_000,), (3, 7), (), (70_000,))
+
+KINDS: dict[str, Any] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "masters": lambda params: ampfast.master_weights_(torch.optim.AdamW(params, lr=0.1)),
+}
+WAYS = ("step", "unscale_", "clip", "norm of order 3")
+BY_KIND = pytest.mark.parametrize(
+    ("kind", "way"),
+    # Only fused optimizers clip in their step.
+    [*itertools.product(KINDS, WAYS), ("fused", "deferred clip")],
+)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def fill(params: list[torch.nn.Parameter], seed: int, scale: float) -> list[float]:
+    """Sets gradients, which are scaled; returns the norms of the unscaled ones."""
+    generator, norms = torch.Generator().manual_seed(seed), []
+    for number, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator) * 2.0**number * scale
+        param.grad = grad.to(param.dtype)
+        norms.append(float(param.grad.double().norm()) / scale)
+    return norms
+
+
+def take(scaler: Any, optimizer: Any, way: str) -> None:
+    """A step, its gradients measured in one of the ways."""
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+    elif way == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    elif way == "deferred clip":
+        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    elif way == "norm of order 3":
+        scaler.clip_grad_norm_(optimizer, 1.0, 3.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def last_norms(scaler: Any) -> list[float]:
+    return [each.last for each in scaler.grad_norms().parameters]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten", "launched"])
+@BY_KIND
+def test_norms_of_unscaled_gradients_before_clipping(
+    kind: str, way: str, backend: str, request: pytest.FixtureRequest
+) -> None:
+    params = parameters(torch.bfloat16 if kind == "masters" else torch.float32)
+    optimizer = KINDS[kind](params)
+    if backend == "launched":
+        request.getfixturevalue("launcher")
+    scaler = started(GradScaler, track="norms", backend="aten" if backend == "aten" else None)
+    for step in range(3):
+        expected = fill(params, step, 8.0)
+        scaler.scale(torch.ones(()))
+        take(scaler, optimizer, way)
+        # torch's ops round a product to its dtype first.
+        assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
+
+
+@BY_KIND
+def test_the_training_is_as_without(kind: str, way: str) -> None:
+    ends = []
+    for track in (None, "norms"):
+        params = parameters(torch.bfloat16 if kind == "masters" else torch.float32)
+        optimizer, scaler = KINDS[kind](params), started(GradScaler, track=track)
+        for step in range(5):
+            fill(params, step, scaler.get_scale())
+            if step == 2:
+                params[1].grad.view(-1)[3] = math.inf
+            scaler.scale(torch.ones(()))
+            take(scaler, optimizer, way)
+        ends.append([*(param.detach() for param in params), scaler.state_dict()])
+    assert_same(*ends)
+
+
+def test_last_mean_and_largest_of_the_last_steps() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = KINDS["plain"]([param]), started(GradScaler, track="norms")
+    scaler.name_parameters([("weight", param)])
+    for norm in (1e6, *range(1, grad_norms.STEPS + 1)):
+        param.grad = torch.tensor([0.0, norm * scaler.get_scale()])
+        take(scaler, optimizer, "step")
+    [found] = scaler.grad_norms().parameters
+    assert (found.name, found.last, found.largest) == ("weight", grad_norms.STEPS, grad_norms.STEPS)
+    assert found.mean == (grad_norms.STEPS + 1) / 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_steps_that_overflow_and_parameters_without_gradient(backend: str) -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = KINDS["plain"](params)
+    scaler = started(GradScaler, track="norms", backend=backend)
+    for values in ((3.0, None, 1.0), (math.inf, None, math.nan)):
+        for param, value in zip(params, values, strict=True):
+            param.grad = None if value is None else torch.tensor([8.0 * value, 0.0])
+        take(scaler, optimizer, "step")
+    first, second, third = scaler.grad_norms().parameters
+    assert (first.last, first.mean, first.largest) == (math.inf, 3.0, 3.0)
+    assert (second.last, second.mean, second.largest) == (0.0, 0.0, 0.0)
+    assert math.isnan(third.last) and (third.mean, third.largest) == (1.0, 1.0)
+    assert [each.kind for each in scaler.overflow_report().parameters] == ["inf", "nan"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    expected, optimizer = fill(params, 1, 4.0), KINDS["plain"](params)
+    scaler = started(GradScaler, 4.0, track="norms", allow_fp16=True)
+    take(scaler, optimizer, "step")
+    assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
+
+
+def test_sparse_gradients() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    index, values = torch.tensor([[0, 2]]), torch.tensor([3.0, 4.0])
+    param.grad = torch.sparse_coo_tensor(index, values * 8, (4,), check_invariants=True)
+    scaler = started(GradScaler, track="norms")
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    take(scaler, optimizer, "step")
+    assert last_norms(scaler) == [5.0]
+
+
+def test_a_norm_that_is_only_read_is_not_kept() -> None:
+    params = parameters()
+    expected, optimizer = fill(params, 1, 8.0), KINDS["plain"](params)
+    scaler = started(GradScaler, track="norms")
+    scaler.grad_norm(optimizer)
+    scaler.clip_grad_norm_(optimizer, 0.1)
+    scaler.grad_norm(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
+    assert scaler.grad_norms().parameters[0].mean == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_gradients_are_read_once(launcher: ReferenceLauncher) -> None:
+    params = parameters()
+    size = sum(param.nbytes for param in params)
+    fill(params, 1, 8.0)
+    take(started(GradScaler, track="norms"), KINDS["fused"](params), "step")
+    assert (launcher.read, launcher.written) == (size, 0)
+
+
+def test_the_host_reads_nothing_until_it_asks() -> None:
+    params = parameters()
+    optimizer, scaler = KINDS["fused"](params), started(GradScaler, track="norms")
+    fill(params, 1, 8.0)
+    assert host_reads(lambda: take(scaler, optimizer, "step")) == 0
+
+
+def test_several_optimizers_and_a_joint_clip() -> None:
+    params = parameters()
+    expected = fill(params, 1, 8.0)
+    optimizers = [KINDS["plain"](params[:1]), KINDS["fused"](params[1:])]
+    scaler = started(GradScaler, track="norms")
+    scaler.clip_grad_norm_(optimizers, 1.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    found = scaler.grad_norms().parameters
+    assert [each.last for each in found] == pytest.approx(expected, rel=1e-6)
+    assert [(e.optimizer, e.optimizer_type, e.group, e.index) for e in found] == [
+        (0, "SGD", 0, 0),
+        *((1, "AdamW", 0, index) for index in range(3)),
+    ]
+
+
+def test_parameters_that_join_keep_what_is_known() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer, scaler = KINDS["plain"]([first]), started(GradScaler, track="norms")
+    first.grad = torch.tensor([16.0])
+    take(scaler, optimizer, "step")
+    optimizer.add_param_group({"params": [second]})
+    first.grad, second.grad = torch.tensor([32.0]), torch.tensor([8.0])
+    take(scaler, optimizer, "step")
+    old, new = scaler.grad_norms().parameters
+    assert (old.last, old.mean, old.largest) == (4.0, 3.0, 4.0)
+    assert (new.last, new.largest) == (1.0, 1.0)
+
+
+def test_beside_a_policy_and_a_limit() -> None:
+    """The limit decides as without, and the policy sees what it sees without."""
+    states = []
+    for track in (None, "norms"):
+        params = parameters()
+        optimizer = KINDS["fused"](params)
+        scaler = started(GradScaler, track=track, policy=LogMax(), skip_above=3e6)
+        for step in range(4):
+            scaler.scale(torch.ones(()))
+            fill(params, step, 8.0 if step != 2 else 2.0**20)
+            take(scaler, optimizer, "step")
+        states.append([scaler.state_dict(), scaler.stats().spikes])
+    assert_same(*states)
+    assert states[0][1] == 1
+
+
+def test_a_guard_keeps_norms_too() -> None:
+    params = parameters()
+    expected, guard = fill(params, 1, 1.0), StepGuard("cpu", track="norms")
+    guard.scale(torch.ones(()))
+    optimizer = KINDS["plain"](params)
+    take(guard, optimizer, "step")
+    assert last_norms(guard) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_largest_are_printed_first() -> None:
+    scaler = started(GradScaler, track="norms")
+    assert str(scaler.grad_norms()) == "No norms so far."
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(4)]
+    for param, value in zip(params, (1.0, math.nan, 3.0, math.inf), strict=True):
+        param.grad = torch.tensor([8.0 * value])
+    optimizer = KINDS["plain"](params)
+    take(scaler, optimizer, "step")
+    scaler.name_parameters(zip("abcd", params, strict=True))
+    assert [line.split() for line in str(scaler.grad_norms()).splitlines()] == [
+        ["parameter", "last", "norm", "mean", "largest"],
+        ["b", "nan", "nan", "nan"],
+        ["d", "inf", "nan", "nan"],
+        ["c", "3", "3", "3"],
+        ["a", "1", "1", "1"],
+    ]
+
+
+def test_what_is_refused() -> None:
+    for track in (None, "overflow", "modules"):
+        with pytest.raises(RuntimeError, match="track='norms'"):
+            started(GradScaler, track=track).grad_norms()
+    disabled = GradScaler("cpu", enabled=False, track="norms")
+    assert disabled.grad_norms().parameters == ()
+
+
+def test_copies_measure_too() -> None:
+    params = parameters()
+    optimizer, scaler = KINDS["plain"](params), started(GradScaler, track="norms")
+    for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        again.scale(torch.ones(()))
+        expected = fill(params, 1, 8.0)
+        take(again, optimizer, "step")
+        assert last_norms(again) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_limit_that_is_taken_away_leaves_the_norms() -> None:
+    params = parameters()
+    expected, scaler = fill(params, 1, 8.0), started(GradScaler, track="norms", skip_above=1e9)
+    scaler.skip_above = None
+    assert scaler.skip_above is None
+    optimizer = KINDS["plain"](params)
+    take(scaler, optimizer, "step")
+    assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
