@@ -16,6 +16,7 @@ from ampfast.find_nonfinite import find_nonfinite
 from ampfast.grad_scaler import GradScaler
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
+from ampfast.norm_limits import Percentile, ZScore
 from ampfast.patch import Patch, patch, unpatch
 from ampfast.policies import LogMax
 from ampfast.spikes import Sigmas
@@ -31,8 +32,10 @@ __all__ = [
     "LogMax",
     "MasterWeights",
     "Patch",
+    "Percentile",
     "Sigmas",
     "StepGuard",
+    "ZScore",
     "__version__",
     "backends",
     "callbacks",

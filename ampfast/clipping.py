@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ampfast import gradients
 from ampfast.backends import Choice, torch_ops
-from ampfast.backends.core import Clip, Factor, Pass, is_scalar
+from ampfast.backends.core import CLIP_EPSILON, Clip, Factor, Pass, is_scalar
 from ampfast.backends.core import share_memory as lists_share_memory
 from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
 from ampfast.backends.torch_ops import TensorList, p_norm
 from ampfast.distributed import Agreement, marks_of
 from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
+from ampfast.norm_limits import NormLimit
 from ampfast.optimizers import divides_by_itself, takes_grad_scaler
 from ampfast.spikes import SpikeRule
 
@@ -75,7 +76,7 @@ def measure(
     choice: Choice,
     terms: list[NormTerm],
     order: float,
-    limit: float,
+    limit: float | Callable[[Tensor, Tensor | None], Tensor],
     scale: Tensor | None,
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
@@ -84,7 +85,7 @@ def measure(
     """Global norm and clip coefficient; sets the terms' flags, also of a spike, and `divisor`.
 
     Writes only the gradients of terms that unscale, of which none may be one that
-    `require_writable` refuses.
+    `require_writable` refuses. The limit may be a function of the norm and the joint flag.
     """
     for term in terms:
         _read(term, agreement)
@@ -102,14 +103,28 @@ def measure(
     flag = None if spikes is None else _joint(terms, device)
     given = None if divisor is None else scale
     rule = () if spikes is None else spikes
-    clip = Clip(sums, limit, order != 2.0, norm, coefficient, given, divisor, flag, *rule)
+    number = limit if isinstance(limit, float) else math.inf
+    clip = Clip(sums, number, order != 2.0, norm, coefficient, given, divisor, flag, *rule)
     if is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
         choice.kernels_for(device).clip(clip)
     else:
         torch_ops.clip(clip)
+    if not isinstance(limit, float):
+        found = _joint(terms, device) if flag is None else flag
+        coefficient.copy_(_coefficient(norm.to(coefficient.dtype), limit(norm, found)))
+        if divisor is not None and scale is not None:
+            divisor.copy_(scale.detach().reshape(()) / moved(coefficient, scale.device))
     if flag is not None:
         _set_all(terms, flag)
     return norm if place == device else moved(norm, place), coefficient
+
+
+def _coefficient(norm: Tensor, limit: Tensor) -> Tensor:
+    """Clip coefficient of a limit that is a tensor, NaN if nothing is known yet."""
+    clipped = (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    clipped = torch.where((norm <= limit) | limit.isnan(), 1.0, clipped)
+    # As by a limit that is a number: the norm of finite gradients has overflowed.
+    return torch.where(norm.isinf(), 0.0, clipped)
 
 
 def _sums_of_all(
@@ -154,7 +169,7 @@ def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None
             torch_ops.require_writable(aside)
 
 
-def unscale_as_read(terms: list[NormTerm], order: float, limit: float) -> bool:
+def unscale_as_read(terms: list[NormTerm], order: float, limit: float | NormLimit) -> bool:
     """Has gradients without a limit unscaled by the pass that measures them; whether it writes."""
     for term in terms if order in FUSED_ORDERS and limit == math.inf else ():
         term.unscales = term.writes

@@ -46,6 +46,14 @@ def float_of(name: str, value: object, others: str = "", least: int | None = Non
     return number
 
 
+def require_int(name: str, value: object, least: int, most: int) -> None:
+    """Raises TypeError unless a value is an int, and ValueError if it is out of range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, got {value}")
+
+
 def require_one_of(name: str, value: object, names: Sequence[str]) -> None:
     """Raises ValueError unless a value is one of these names."""
     if value not in names:

@@ -29,13 +29,14 @@ from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
-from ampfast.errors import add_note, float_of, not_compiled, warn_caller
+from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite
 from ampfast.grad_norms import NormReport
 from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import Methods, original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, is_static, require_static
 from ampfast.master_weights import MasterWeights
+from ampfast.norm_limits import NormLimit, limit_of, require_histories
 from ampfast.optimizers import (
     divides_by_itself,
     explain,
@@ -468,7 +469,7 @@ class GradScaler(Passes):
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        max_norm: float,
+        max_norm: float | NormLimit,
         norm_type: float = 2.0,
         *,
         in_place: bool = True,
@@ -485,7 +486,9 @@ class GradScaler(Passes):
             optimizer: Any object with `param_groups`, or a list or tuple of them, which are clipped
                 by their joint norm and skipped together.
             max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes, and with
-                a scale that is always 1 writes none.
+                a scale that is always 1 writes none. `Percentile` or `ZScore` for a limit that
+                follows the norms of the steps taken by these optimizers, which are known by the
+                first one; decided on the device, by torch's ops.
             norm_type: Above 0; "inf" for the largest magnitude. torch's ops take orders other than
                 2 and infinity.
             in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
@@ -509,7 +512,9 @@ class GradScaler(Passes):
             ValueError: If `max_norm`, `norm_type` or `skip_above` is out of range, an optimizer is
                 given twice or cannot take `in_place=False`, or as `unscale_`.
         """
-        limit, order = float_of("max_norm", max_norm, least=0), clipping.order_of(norm_type)
+        limit, order = max_norm, clipping.order_of(norm_type)
+        if type(limit) is not float or not limit >= 0:
+            limit = limit_of(limit)
         highest = skip_limit_of(self._skip_above if skip_above is None else skip_above)
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
@@ -790,13 +795,16 @@ class GradScaler(Passes):
         distributed.require_same(settings, self._ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's; with a policy, `dynamic=False` or `Sigmas` one more, "ampfast"."""
+        """Returns torch's; with a policy, `dynamic=False` or norms of steps one more, "ampfast"."""
         state = super().state_dict()
         loss_scale, norms = self._loss_scale, self._spike_rules.accepted_norms()
-        if self._enabled and (norms or not self._dynamic or not loss_scale.limits.is_torchs):
-            entry = {} if loss_scale.limits.is_torchs else loss_scale.state_dict()
+        histories, is_torchs = self._norm_histories.saved(), self._loss_scale.limits.is_torchs
+        if self._enabled and (norms or histories or not self._dynamic or not is_torchs):
+            entry = {} if is_torchs else loss_scale.state_dict()
             # Without norms, too: torch.distributed.checkpoint loads only what is there already.
             state["ampfast"] = {**entry, "norms": norms}
+            if histories:
+                state["ampfast"]["limits"] = histories
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -819,7 +827,9 @@ class GradScaler(Passes):
         if not self._dynamic:
             require_static(state_dict, is_guard=self._is_guard)
         loaded = self._loss_scale.require_loadable(state_dict)
-        norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
+        entry = entry_of(state_dict)
+        norms = require_accepted_norms(entry.get("norms", []))
+        histories = require_histories(entry.get("limits", []))
         # A static scaler has an interval of 0.
         if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
             warn_caller(
@@ -829,6 +839,7 @@ class GradScaler(Passes):
             )
         super().load_state_dict(state_dict)
         self._spike_rules.load(norms)
+        self._norm_histories.load(histories)
         self._loss_scale.load(*loaded)
         self._loss_scale.reset_minimum()
 
@@ -841,6 +852,7 @@ class GradScaler(Passes):
         # A shallow copy of a scaler has its own counts, too.
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
         state["_spike_rules"] = copy.deepcopy(self._spike_rules)
+        state["_norm_histories"] = copy.deepcopy(self._norm_histories)
         state["_skip_limit"] = copy.deepcopy(self._skip_limit)
         return state
 

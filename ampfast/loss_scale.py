@@ -93,7 +93,7 @@ class Limits:
             ValueError: If the entry is damaged or of another policy.
         """
         settings = self.settings()
-        names, others = [*settings, "hysteresis_tracker"], {"averages", "policy", "norms"}
+        names, others = [*settings, "hysteresis_tracker"], {"averages", "policy", "norms", "limits"}
         if not isinstance(entry, dict) or set(entry) - others != set(names) - others:
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
@@ -169,7 +169,7 @@ class LossScale:
                 "policy, which need a dynamic one"
             )
         entry, tolerated = entry_of(state_dict), 0
-        is_ours = not isinstance(entry, dict) or list(entry) != ["norms"]
+        is_ours = not isinstance(entry, dict) or not set(entry) <= {"norms", "limits"}
         if is_ours:
             tolerated = self.limits.hysteresis - self.limits.require_loadable(entry)
         if self.limits.policy is None:

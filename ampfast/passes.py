@@ -18,6 +18,7 @@ from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.max_skips import SkipLimit
+from ampfast.norm_limits import Histories, NormLimit
 from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 from ampfast.turn import READY, UNSCALED, Flags, TorchGradScaler, Turn, begin, new_turn
@@ -51,7 +52,8 @@ class Passes(TorchGradScaler):
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the names of
-    # parameters, the last turn of each living optimizer, and the norms of steps taken.
+    # parameters, the last turn of each living optimizer, and the norms of steps taken, for limits
+    # that skip and limits that clip.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
@@ -60,6 +62,7 @@ class Passes(TorchGradScaler):
     _names = cached_property(lambda self: tracking.Names())
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())
+    _norm_histories = cached_property(lambda self: Histories())
 
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:
@@ -268,7 +271,7 @@ class Passes(TorchGradScaler):
         self,
         optimizers: list[Any],
         scale: Tensor | None,
-        limit: float,
+        limit: float | NormLimit,
         order: float,
         spikes: SpikeRule | None,
         defers: list[bool],
@@ -299,8 +302,11 @@ class Passes(TorchGradScaler):
         clipping.require_writable(terms, defers)
         if left is not None and clipping.unscale_as_read(terms, order, limit):
             begin(turns, agreement)
+        most: Any = limit
+        if not isinstance(limit, float):
+            most = partial(self._norm_histories.limit, optimizers[0], limit)
         norm, coefficient = clipping.measure(
-            self._choice, terms, order, limit, scale, divisor, agreement, spikes
+            self._choice, terms, order, most, scale, divisor, agreement, spikes
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
@@ -318,7 +324,11 @@ class Passes(TorchGradScaler):
         return norm
 
     def _clip_terms(
-        self, optimizers: list[Any], scale: Tensor | None, limit: float, defers: list[bool]
+        self,
+        optimizers: list[Any],
+        scale: Tensor | None,
+        limit: float | NormLimit,
+        defers: list[bool],
     ) -> list[clipping.NormTerm]:
         """The gradients of a clip; a guard without a limit writes none but casts."""
         writes_nothing = self._is_guard and limit == math.inf  # as values times 1
@@ -398,12 +408,14 @@ class Passes(TorchGradScaler):
         optimizer: torch.optim.Optimizer,
         turn: Turn,
         scale: Tensor,
-        limit: float,
+        limit: float | NormLimit,
         order: float,
         spikes: SpikeRule | None,
     ) -> Tensor | None:
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
-        if limit == math.inf or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+        if limit == math.inf or not isinstance(limit, float):
+            return None
+        if order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
         follower = self._loss_scale.follower
         if self._passes_scale is not scale:

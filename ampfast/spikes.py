@@ -13,7 +13,7 @@ from torch import Tensor
 from ampfast.backends import scalars
 from ampfast.backends.core import norm_layout, state_layout
 from ampfast.capture import is_capturing, refuse_capture
-from ampfast.errors import float_of, warn_caller
+from ampfast.errors import float_of, require_int, warn_caller
 from ampfast.optimizers import ByOptimizer
 
 # Norms of a checkpoint, in a dict if spikes followed.
@@ -54,9 +54,9 @@ class Sigmas:
         if not 0 <= sigmas < math.inf:
             raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
         object.__setattr__(self, "sigmas", sigmas)
-        _require_int("window", self.window, 2, state_layout.RING_STEPS)
+        require_int("window", self.window, 2, state_layout.RING_STEPS)
         if self.patience is not None:
-            _require_int("patience", self.patience, 1, 2**31 - 1)
+            require_int("patience", self.patience, 1, 2**31 - 1)
 
 
 class SpikeRule(NamedTuple):
@@ -272,10 +272,3 @@ def _words_of(saved: _Saved, window: int, patience: int, device: torch.device) -
         words[getattr(norm_layout, name)] = float(number)
     with torch.inference_mode(False):
         return torch.tensor(words, dtype=scalars.widest(device), device=device)
-
-
-def _require_int(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {value}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampfast import GradScaler, LogMax, Sigmas, StepGuard, functional
+from ampfast import GradScaler, LogMax, Percentile, Sigmas, StepGuard, ZScore, functional
 from ampfast.backends import core, scalars, torch_ops
 from ampfast.backends.core import Update, compiled, state_layout
 from ampfast.loss_scale import Limits, LossScale
@@ -192,6 +193,7 @@ def without_float64(monkeypatch: pytest.MonkeyPatch, place: str) -> Iterator[Non
 SCALERS: dict[str, Callable[[], GradScaler]] = {
     "default": lambda: GradScaler("cpu", backend="aten"),
     "track": lambda: GradScaler("cpu", backend="aten", track="overflow"),
+    "norms": lambda: GradScaler("cpu", backend="aten", track="norms"),
     "limits": lambda: GradScaler(
         "cpu", backend="aten", min_scale=1.0, max_scale=2.0**20, hysteresis=2
     ),
@@ -201,10 +203,17 @@ SCALERS: dict[str, Callable[[], GradScaler]] = {
 }
 
 
+LIMITS = 1.0, Percentile(50, 4), ZScore(2.0, warmup=2)
+
+
 @pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS)
-@pytest.mark.parametrize("clips", [None, 2.0, math.inf, 3.0])
+@pytest.mark.parametrize(
+    ("clips", "limit"),
+    [(None, 1.0), *itertools.product([2.0, math.inf, 3.0], LIMITS)],
+    ids=lambda value: str(value),
+)
 def test_a_device_without_float64(
-    without_float64: None, make: Callable[[], GradScaler], clips: float | None
+    without_float64: None, make: Callable[[], GradScaler], clips: float | None, limit: Any
 ) -> None:
     scaler = make()
     model = torch.nn.Linear(3, 2)
@@ -217,7 +226,7 @@ def test_a_device_without_float64(
         scaler.health(optimizer)
         scaler.grad_norm(optimizer)
         if clips is not None:
-            scaler.clip_grad_norm_(optimizer, 1.0, clips)
+            scaler.clip_grad_norm_(optimizer, limit, clips)
         elif step % 2:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -229,6 +238,8 @@ def test_a_device_without_float64(
     assert len(scaler.history().step) == 5
     if scaler._track:
         assert scaler.overflow_report().step == 3
+    if scaler._track == "norms":
+        assert all(each.largest > 0 for each in scaler.grad_norms().parameters)
     other = make()
     other.load_state_dict(scaler.state_dict())
     for each in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):

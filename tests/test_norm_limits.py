@@ -1,0 +1,299 @@
+"""Limits of a clip that follow the norms of steps, beside float64 models of the papers' rules."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.comparison import assert_same
+from support.gradients import sgd_with
+from support.one_step import host_reads
+from support.scalers import started
+
+import ampfast
+from ampfast import GradScaler, Percentile, StepGuard, ZScore
+
+INF = math.inf
+
+RULES = [
+    Percentile(10, window=8),
+    Percentile(75.5, window=50),
+    Percentile(100, 2),
+    ZScore(warmup=5),
+]
+RULES += [ZScore(1.5, alpha=0.8, warmup=2)]
+BY_RULE = pytest.mark.parametrize("rule", RULES, ids=str)
+
+OPTIMIZERS: dict[str, Any] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=1.0),
+    "fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
+    "masters": lambda params: ampfast.master_weights_(torch.optim.SGD(params, lr=1.0)),
+}
+
+
+class Model:
+    """The limits of the papers, in float64; norms of steps that are skipped are not given."""
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = rule
+        self.norms: list[float] = []
+        self.mean = self.variance = 0.0
+
+    def limit(self, norm: float) -> float:
+        self.norms.append(norm)
+        if isinstance(self.rule, Percentile):
+            return float(np.percentile(self.norms[-self.rule.window :], self.rule.percentile))
+        limit, warmup, alpha = INF, self.rule.warmup, self.rule.alpha
+        if len(self.norms) > warmup:
+            z = (norm - self.mean) / self.variance**0.5
+            if z > self.rule.zscore:
+                limit = self.mean + self.rule.zscore**2 / z * self.variance**0.5
+            norm = min(norm, limit)
+            self.mean = alpha * self.mean + (1 - alpha) * norm
+            self.variance = alpha * self.variance + (1 - alpha) * (norm - self.mean) ** 2
+        elif len(self.norms) == warmup:
+            self.mean, self.variance = np.mean(self.norms), np.var(self.norms)
+        return limit
+
+
+def float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def norms_of(seed: int, count: int = 60) -> list[float]:
+    """Norms of steps, of which a few are large, 0 or infinite."""
+    chance = random.Random(seed)
+    unusual = {17: 0.0, 23: INF, 31: 40.0, 32: 0.01, 33: 40.0, 50: math.nan}
+    return [unusual.get(step, chance.lognormvariate(0, 0.3)) for step in range(count)]
+
+
+def clipped(scaler: Any, optimizer: Any, norm: float, rule: Any, **options: Any) -> float:
+    """What a step moves the weight by, of a gradient of this norm."""
+    [param] = optimizer.param_groups[0]["params"]
+    before = param.detach().double().clone()
+    scaler.scale(torch.ones(()))
+    param.grad = torch.tensor([norm * scaler.get_scale(), 0.0], dtype=param.dtype)
+    found = scaler.clip_grad_norm_(optimizer, rule, **options)
+    assert float(found) == pytest.approx(norm, rel=1e-6, nan_ok=True)
+    scaler.step(optimizer)
+    scaler.update()
+    return float((before - param.detach().double())[0])
+
+
+def check(scaler: Any, optimizer: Any, rule: Any, **options: Any) -> None:
+    [param] = optimizer.param_groups[0]["params"]
+    model, clips = Model(rule), 0
+    for norm in norms_of(3):
+        with torch.no_grad():
+            param.zero_()
+        moved = clipped(scaler, optimizer, float32(norm), rule, **options)
+        if norm == 0 or not math.isfinite(norm):
+            assert moved == 0
+            continue
+        limit = model.limit(float32(norm))
+        clips += norm > limit
+        expected = norm if norm <= limit else norm * limit / (norm + 1e-6)
+        assert moved == pytest.approx(expected, rel=1e-5)
+    assert clips >= (0 if rule == Percentile(100, 2) else 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_place"), [(kind, True) for kind in OPTIMIZERS] + [("fused", False)]
+)
+@BY_RULE
+def test_limits_of_the_papers(rule: Any, kind: str, in_place: bool) -> None:
+    optimizer = OPTIMIZERS[kind]([torch.nn.Parameter(torch.zeros(2))])
+    check(started(GradScaler, growth_interval=7), optimizer, rule, in_place=in_place)
+
+
+@BY_RULE
+def test_a_guard_and_a_disabled_scaler_clip_alike(rule: Any) -> None:
+    for scaler in (StepGuard("cpu"), GradScaler("cpu", enabled=False)):
+        optimizer = OPTIMIZERS["plain"]([torch.nn.Parameter(torch.zeros(2))])
+        model = Model(rule)
+        for norm in norms_of(4)[:15]:
+            expected = min(norm, model.limit(float32(norm)))
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].zero_()
+            moved = clipped(scaler, optimizer, float32(norm), rule)
+            assert moved == pytest.approx(expected, rel=2e-6)
+
+
+@BY_RULE
+def test_device_kernels_clip_alike(rule: Any, launcher: Any) -> None:
+    optimizer = OPTIMIZERS["fused"]([torch.nn.Parameter(torch.zeros(2))])
+    check(started(GradScaler), optimizer, rule)
+
+
+@BY_RULE
+def test_a_step_within_the_limit_is_that_of_no_limit(rule: Any) -> None:
+    """Bit for bit, also where the epsilon of torch's coefficient would count."""
+    ends = []
+    for limit in (rule, INF):
+        optimizer, scaler = sgd_with(torch.full((5,), 3e-7)), started(GradScaler)
+        scaler.clip_grad_norm_(optimizer, limit)
+        scaler.step(optimizer)
+        ends.append(optimizer.param_groups[0]["params"][0].detach())
+    assert_same(*ends)
+
+
+@BY_RULE
+def test_a_norm_that_overflows_makes_finite_gradients_0(rule: Any) -> None:
+    """As with a limit that is a number, also before any norm is known."""
+    for steps in (0, 20):
+        scaler = started(GradScaler, 1.0)
+        optimizer = sgd_with(torch.ones(2))
+        [param] = optimizer.param_groups[0]["params"]
+        for _ in range(steps):
+            clipped(scaler, optimizer, 1.0, rule)
+        before = param.detach().clone()
+        param.grad = torch.full((2,), 3e38)
+        assert scaler.clip_grad_norm_(optimizer, rule).isinf()
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same(param.detach(), before)
+        assert clipped(scaler, optimizer, 0.5, rule) > 0
+
+
+@BY_RULE
+def test_spikes_do_not_join(rule: Any) -> None:
+    """What `skip_above` skips changes no limit."""
+    moved = []
+    for plants in (False, True):
+        optimizer = OPTIMIZERS["plain"]([torch.nn.Parameter(torch.zeros(2))])
+        scaler, found = started(GradScaler), []
+        for step, norm in enumerate(norms_of(5)[:15]):
+            if plants and step in (3, 9):
+                assert clipped(scaler, optimizer, 50.0, rule, skip_above=20.0) == 0
+            found.append(clipped(scaler, optimizer, norm, rule, skip_above=20.0))
+        moved.append(found)
+    assert moved[0] == pytest.approx(moved[1], rel=1e-5)
+
+
+def test_every_optimizer_has_its_own_norms_and_a_joint_clip_the_firsts() -> None:
+    rule, scaler = Percentile(50, window=4), started(GradScaler)
+    optimizers = [sgd_with(torch.ones(1)), sgd_with(torch.ones(1))]
+    for norm in (1.0, 2.0):
+        for optimizer, size in zip(optimizers, (norm, 100 * norm), strict=True):
+            optimizer.param_groups[0]["params"][0].grad = torch.tensor([8.0 * size])
+            scaler.clip_grad_norm_(optimizer, rule)
+            scaler.step(optimizer)
+        scaler.update()
+    saved = scaler.state_dict()["ampfast"]["limits"]
+    assert saved == [[2.0, 1.0, 2.0, 0.0, 0.0], [2.0, 100.0, 200.0, 0.0, 0.0]]
+    for optimizer, norm in zip(optimizers, (3.0, 4.0), strict=True):
+        optimizer.param_groups[0]["params"][0].grad = torch.tensor([8.0 * norm])
+    assert scaler.clip_grad_norm_(optimizers, rule) == 5.0
+    assert scaler.state_dict()["ampfast"]["limits"][0] == [3.0, 1.0, 2.0, 5.0, 0.0]
+
+
+@BY_RULE
+def test_a_checkpoint_goes_on(rule: Any) -> None:
+    norms = norms_of(6, 30)
+    saved: dict[int, Any] = {}
+
+    def run(scaler: Any, first: int) -> list[float]:
+        optimizer, moved = OPTIMIZERS["plain"]([torch.nn.Parameter(torch.zeros(2))]), []
+        for step in range(first, 30):
+            if step == 14:
+                saved[0] = copy.deepcopy(scaler.state_dict())
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].zero_()
+            moved.append(clipped(scaler, optimizer, norms[step], rule))
+        return moved
+
+    whole = run(started(GradScaler), 0)
+    for again in (started(GradScaler), started(GradScaler)):
+        again.load_state_dict(saved[0])
+        assert again.state_dict() == saved[0]
+        assert run(again, 14) == pytest.approx(whole[14:], nan_ok=True)
+
+
+@BY_RULE
+def test_loading_goes_back_in_a_running_training(rule: Any) -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    for norm in norms_of(7, 10):
+        clipped(scaler, optimizer, norm, rule)
+    state = scaler.state_dict()
+    for norm in norms_of(8, 5):
+        clipped(scaler, optimizer, norm, rule)
+    assert scaler.state_dict() != state
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+
+
+@BY_RULE
+def test_copies_go_on(rule: Any) -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    for norm in norms_of(7, 10):
+        clipped(scaler, optimizer, norm, rule)
+    for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert again.state_dict()["ampfast"] == scaler.state_dict()["ampfast"]
+
+
+def test_another_rule_begins_anew() -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    for rule in (Percentile(window=4), ZScore(), Percentile(window=5)):
+        clipped(scaler, optimizer, 1.0, rule)
+        [history] = scaler.state_dict()["ampfast"]["limits"]
+        assert (len(history), history[0]) == (rule._words, 1.0)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]]],
+    ids=str,
+)
+def test_damaged_checkpoints_load_nothing(damaged: Any) -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    clipped(scaler, optimizer, 1.0, ZScore())
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="norms of limits must be lists of finite floats"):
+        scaler.load_state_dict(
+            {**before, "scale": 2.0, "ampfast": {"norms": [], "limits": damaged}}
+        )
+    assert scaler.state_dict() == before
+
+
+@BY_RULE
+def test_the_host_reads_nothing(rule: Any) -> None:
+    optimizer = OPTIMIZERS["fused"]([torch.nn.Parameter(torch.zeros(2))])
+    scaler = started(GradScaler)
+    clipped(scaler, optimizer, 1.0, rule)
+
+    def step() -> None:
+        scaler.clip_grad_norm_(optimizer, rule)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert host_reads(step) == 0
+
+
+WRONG = [
+    *itertools.product([Percentile], ["percentile"], [-1, 101, math.nan], [ValueError]),
+    *itertools.product([Percentile], ["percentile", "window"], ["1", None], [TypeError]),
+    *itertools.product([Percentile], ["window"], [1, 1025], [ValueError]),
+    *itertools.product([ZScore], ["zscore"], [0, -1.0, INF, math.nan], [ValueError]),
+    *itertools.product([ZScore], ["alpha"], [0, 1, math.nan], [ValueError]),
+    *itertools.product([ZScore], ["warmup"], [1, 2**31], [ValueError]),
+    *itertools.product([ZScore], ["zscore", "alpha", "warmup"], ["1", True], [TypeError]),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value", "error"), WRONG)
+def test_arguments_are_checked(make: Any, name: str, value: Any, error: Any) -> None:
+    with pytest.raises(error, match=f"{name} must be"):
+        make(**{name: value})
+
+
+def test_what_is_no_limit() -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    with pytest.raises(TypeError, match=r"max_norm must be .*Percentile or ampfast\.ZScore"):
+        scaler.clip_grad_norm_(optimizer, ampfast.Sigmas())
