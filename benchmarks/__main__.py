@@ -174,7 +174,8 @@ def bench(arguments: Sequence[str]) -> int:
         print(table.text())
     score, during = tables.score(results), filter(None, [results.during])
     print(*results.notes, score, *during, *results.caveats, sep="\n")
-    print(tables.gain_of_a_step(results))
+    print(tables.gain_of_the_import(results))
+    print(tables.gain_of_clipping(results))
     if options.folder is not None and results.rows:
         try:
             print(f"the report is {pages.write_report(results, options.folder)}")

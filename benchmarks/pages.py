@@ -30,7 +30,11 @@ def write_report(results: Results, folder: Path) -> Path:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("report.html.jinja").render(
         results=results,
-        sentences=[tables.score(results), tables.gain_of_a_step(results)],
+        sentences=[
+            tables.score(results),
+            tables.gain_of_the_import(results),
+            tables.gain_of_clipping(results),
+        ],
         pictures=list(zip(figures, drawn, strict=True)),
         tables=tables.of(results),
     )
@@ -47,7 +51,7 @@ def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
 
 
 def readme_block(results: Results) -> str:
-    """Real loops, steps that clip, what a whole step gains, and how it was measured."""
+    """What clipping gains, real loops, steps that clip, and how it was measured."""
     rows = loops_of(results)
     lines = []
     for case in LOOPS:
@@ -58,18 +62,10 @@ def readme_block(results: Results) -> str:
             told = ", ".join((case, f"{ours.tensors} parameters", *schedule))
         cells = [_cell(row and row.host_us, "us") for row in (theirs, ours)]
         lines.append((f"scaler alone: {told}", "-", *cells, tables.times(ours and ours.vs_torch)))
-    clipped = clipped_steps(results)
     sides = ("no scaler", "torch's scaler", "ampfast")
     header = ("time under bfloat16 of", *sides, "faster than torch's")
-    table = tables.Table("", "", "", header, lines + clipped, 1).markdown()
-    told = tables.gain_of_a_step(results)
-    if clipped:
-        step, none, torchs, ours_, _ = clipped[0]
-        told = (
-            f"For example, a {step}: torch clips it in {none} without a scaler and in {torchs} "
-            f"with its scaler; ampfast's scaler, which clips, too, takes {ours_}. {told}"
-        )
-    return "\n\n".join((told, table, _heading(results, f"{RESULTS}/")))
+    table = tables.Table("", "", "", header, lines + clipped_steps(results), 1).markdown()
+    return "\n\n".join((tables.gain_of_clipping(results), table, _heading(results, f"{RESULTS}/")))
 
 
 def _cell(spread: tuple[float, float, float] | None, unit: str) -> str:

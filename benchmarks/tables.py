@@ -251,26 +251,31 @@ def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
     ]
 
 
-def gain_of_a_step(results: Results) -> str:
-    """Sentences on what whole steps gain, by the import alone and clipped by the scaler."""
+def gain_of_the_import(results: Results) -> str:
+    """Sentence on what whole steps gain where only the scaler's class changes."""
     both = pairs(results.rows, "training")
     gains = sorted(1 - 1 / row.vs_torch for _, row in both if row.vs_torch)
     if not gains:
-        return f"What a whole training step gains: {NOT_MEASURED}."
+        return f"What the import alone gains in a whole training step: {NOT_MEASURED}."
     nets = "; ".join(dict.fromkeys(row.case for _, row in both))
-    told = (
+    return (
         f"On the nets measured ({nets}), the import alone makes a whole training step "
         f"{_shorter(median(gains))} than with torch's scaler: the median of {len(gains)} kinds of "
         f"step, between {_shorter(gains[0])} and {_shorter(gains[-1])}."
     )
+
+
+def gain_of_clipping(results: Results) -> str:
+    """Sentence on a whole step that ampfast clips, beside torch's clipping without a scaler."""
     rows = [row for row in results.rows if row.subject == "training" and row.replaces]
-    if over := sorted(row.over_none for row in rows if row.over_none):
-        told += (
-            " A whole step that ampfast's scaler scales, checks and clips takes "
-            f"{over[0]:.2f} to {over[-1]:.2f} of the time of the same step that torch clips "
-            f"without any scaler (median {median(over):.2f})."
-        )
-    return told
+    over = [row.over_none for row in rows if row.over_none]
+    if not over:
+        return f"What clipping by the scaler gains in a whole training step: {NOT_MEASURED}."
+    return (
+        "A whole training step that ampfast's scaler scales, checks and clips is "
+        f"{_shorter(1 - median(over))} than a step that torch clips without a scaler, in the "
+        "median."
+    )
 
 
 def _shorter(gain: float) -> str:

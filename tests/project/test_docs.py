@@ -57,7 +57,7 @@ def test_no_code_hides_behind_another_fence() -> None:
         fences = re.findall(r"^[ \t]*[`~]{3,}[ \t]*(\S*)", page.read_text(encoding="utf-8"), re.M)
         assert set(fences) <= {"", "python", "console", "diff"}, page.name
         assert fences.count("python") == sum(block[0] == page for block in BLOCKS), page.name
-    assert sum(block[0] == README for block in BLOCKS) >= 3
+    assert sum(block[0] == README for block in BLOCKS) >= 2
 
 
 def test_quoted_output_is_that_of_the_committed_runs() -> None:
@@ -71,7 +71,8 @@ def test_quoted_output_is_that_of_the_committed_runs() -> None:
         assert [line for line in lines if line in quoted.splitlines()] == quoted.splitlines()
     losses = re.findall(r"^cl.+?  +(\d\.\d+)  ", printed, re.MULTILINE)
     assert len(losses) == 3
-    assert all(f" {float(loss):.2f}" in readme for loss in losses)
+    told = re.findall(r"^\|.*bad batches.* \| (\d\.\d+) \|$", readme, re.MULTILINE)
+    assert told == [f"{float(loss):.2f}" for loss in losses]
     assert "in 10 seeds torch's scaler ruined 10 models" in printed
     assert "NaN in 10 of 10 seeds" in readme
 
