@@ -93,7 +93,7 @@ def _report(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def _readme(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Prints the figures of README.md, or writes them with those of docs/benchmarks.md."""
+    """Prints the figures of README.md, or writes them with those of docs/."""
     parser.add_argument("file", type=Path, help="result file")
     told = "write pages, pictures and results of this repository instead"
     parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)

@@ -156,6 +156,38 @@ def test_both_sides_of_a_call_stand_on_one_line():
     assert len(found["kernels"].lines) == 1, "a copy has no line of its own"
 
 
+# On a page: case and call of the first line, then what is left of the columns.
+NARROW = {
+    "loops": ("conv net, 10 parameters|AdamW", "torch, us|ampfast, us|faster|spread"),
+    "host": ("1000x4|unscale_ + update", "torch, us|ampfast, us|faster|spread"),
+    "clip": ("bert_base|clip", "torch, ms|ampfast, ms|faster|spread"),
+    "training": ("gpt2|AdamW", "no scaler, ms|torch, ms|ampfast, ms|faster"),
+    "growth": ("10x100|by tensors", "torch, ms|ampfast, ms|faster|spread"),
+    "slopes": ("tensors|slope", "torch, ns each|ampfast, ns each|faster"),
+    "kernels": ("bert_base, float32|unscale", "torch, ms|ampfast, ms|faster|of a copy"),
+    "masters": ("1000x4|master weights", "a loop, ms|torch, ms|ampfast, ms|faster"),
+    "steps": ("1000x1k, cold|full step, triton", "torch, ms|ampfast, ms|faster|spread"),
+}
+
+
+def test_tables_of_pages_have_at_most_six_columns():
+    slope = [
+        Row("growth", "tensors", "float32", "slope", side, ns_each=ns, vs_torch=ratio)
+        for side, ns, ratio in (("torch", 9.0, None), ("ampfast", 3.0, 3.0))
+    ]
+    more = both("kernels", "bert_base", "float16", "unscale", 2.0, 1.0)
+    on_cpu = results([*cpu_results().rows, *slope, *more])
+    found = [*tables.for_pages(on_cpu), *tables.for_pages(gpu_results())]
+    for table, (names, columns) in zip(found, NARROW.values(), strict=True):
+        assert "|".join(table.header) == f"case|call|{columns}"
+        assert "|".join(table.lines[0]).startswith(f"{names}|")
+        assert all(len(line) == len(table.header) <= 6 for line in table.lines)
+    (growth, slopes), kernels = found[4:6], found[6]
+    assert len(growth.lines) == 2 and slopes.lines == [("tensors", "slope", "9", "3", "3.00x")]
+    assert growth.how.endswith(" All rows are of float32.")
+    assert kernels.how == tables.SUBJECTS["kernels"][1]
+
+
 @pytest.mark.parametrize(
     ("show", "value", "text"),
     [
@@ -233,8 +265,31 @@ def test_the_readme_has_three_loops_steps_that_clip_and_the_gain_of_clipping():
     (axes,) = pictures.draw(scheduled)["loops"].axes
     (label,) = [text.get_text() for text in axes.get_yticklabels()]
     assert label == "conv net\n9 parameters, AdamW, schedule"
-    block = pages.docs_block(gpu_results())
+    block = pages.full_block(gpu_results())
     assert "Measured on a gpu (driver 1.2), a cpu" in block and "(110 tensors a launch)" in block
+
+
+def test_the_page_of_benchmarks_begins_with_a_picture_and_ten_rows():
+    more = [
+        *both("training", "gpt2, width 96 of 768", "bfloat16", "AdamW", 12.5, 10.0),
+        *both("clip", "bert_base", "float32", "clip", 4.0, 2.0),
+        *both("aten", "62x4", "float32", "full step", 70.0, 140.0),
+    ]
+    more[-1] = dataclasses.replace(more[-1], side="ampfast, aten")
+    none = dataclasses.replace(more[0], side="no scaler")
+    picture, table, *told = pages.docs_block(results([none, *more])).split("\n\n")
+    assert picture == "![Scaler's own time in training loops](measured/loops.svg)"
+    assert [line.rpartition(" | ")[0] for line in table.splitlines()[-4:]] == [
+        "| whole step, the import alone: gpt2, width 96 of 768, AdamW | 12.5 ms | 12.5 ms | 10 ms",
+        "| unscale and clip: gradients of BERT-base, float32 | - | 4 ms | 2 ms",
+        "| check: gradients of BERT-base, float32 | - | not measured | not measured",
+        "| scaler with torch's ops as the backend: 62 parameters | - | 70 ms | 140 ms",
+    ]
+    assert table.endswith(" | 2.00x slower |")
+    assert told[0].startswith("On the nets measured") and told[1].startswith("Measured on")
+    file = next((ROOT / pages.RESULTS).glob("cpu-*.json"))
+    shown = pages.docs_block(Results.read(file))
+    assert shown.count("\n|") == 2 + 10 and pages.tables.NOT_MEASURED not in shown
 
 
 def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_path):

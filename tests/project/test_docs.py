@@ -60,6 +60,12 @@ def test_no_code_hides_behind_another_fence() -> None:
     assert sum(block[0] == README for block in BLOCKS) >= 2
 
 
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
+def test_no_table_is_wider_than_six_columns(page: Path) -> None:
+    rules = re.findall(r"^\|[ :|-]+\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert max((rule.count("|") - 1 for rule in rules), default=0) <= 6
+
+
 def test_quoted_output_is_that_of_the_committed_runs() -> None:
     printed = (ROOT / "benchmarks/results/printed.txt").read_text(encoding="utf-8")
     readme, migration = (page.read_text("utf-8") for page in (README, DOCS / "migration.md"))
