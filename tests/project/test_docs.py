@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from ampfast._version import __version__
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -83,11 +87,21 @@ def test_quoted_output_is_that_of_the_committed_runs() -> None:
     assert "NaN in 10 of 10 seeds" in readme
 
 
-def test_every_page_is_in_the_menu() -> None:
+def test_every_page_is_in_the_menu_or_linked_from_a_page_there() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = settings.split("\nnav:\n")[1].split("\n\n")[0]
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
-    assert sorted(listed) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+    hidden = re.findall(r"^not_in_nav: /(\S+)$", settings, re.MULTILINE)
+    assert sorted(listed + hidden) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+    links = {path for page in listed for path, _ in LINK.findall((DOCS / page).read_text("utf-8"))}
+    assert set(hidden) <= links
+    assert re.findall(r"^  - (.+):$", nav, re.MULTILINE) == ["Start", "Use", "For contributors"]
+
+
+def test_the_site_shows_the_version() -> None:
+    settings = SimpleNamespace(site_name="ampfast")
+    hook = runpy.run_path(str(DOCS / "site_version.py"))["on_config"]
+    assert hook(settings).site_name == f"ampfast {__version__}"
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
