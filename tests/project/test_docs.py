@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ampfast._version import __version__
+import ampfast
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -101,7 +103,7 @@ def test_every_page_is_in_the_menu_or_linked_from_a_page_there() -> None:
 def test_the_site_shows_the_version() -> None:
     settings = SimpleNamespace(site_name="ampfast")
     hook = runpy.run_path(str(DOCS / "site_version.py"))["on_config"]
-    assert hook(settings).site_name == f"ampfast {__version__}"
+    assert hook(settings).site_name == f"ampfast {ampfast.__version__}"
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
@@ -117,6 +119,22 @@ def anchors_of(page: Path) -> set[str]:
     """Ids that MkDocs gives to the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", t).strip().lower()) for t in titles}
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    shown: list[Any] = []
+    blocks = re.split(r"^::: ", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for block in blocks[1:]:
+        path, names = block.split("\n")[0], re.findall(r"^ +members: \[(.+)\]$", block, re.M)
+        if path in sys.modules:
+            page = sys.modules[path]
+            members = names[0].split(", ") if names else page.__all__
+            shown += [page, *(getattr(page, name) for name in members)]
+        else:
+            module, _, name = path.rpartition(".")
+            shown.append(getattr(import_module(module), name))
+    public = [name for name in ampfast.__all__ if not name.startswith("_")]
+    assert [name for name in public if getattr(ampfast, name) not in shown] == []
 
 
 def test_the_make_commands_exist() -> None:
