@@ -93,7 +93,7 @@ def _report(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def _readme(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Prints the figures of README.md, or writes them with those of docs/benchmarks.md."""
+    """Prints the figures of README.md, or writes them with those of docs/."""
     parser.add_argument("file", type=Path, help="result file")
     told = "write pages, pictures and results of this repository instead"
     parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
@@ -174,7 +174,8 @@ def bench(arguments: Sequence[str]) -> int:
         print(table.text())
     score, during = tables.score(results), filter(None, [results.during])
     print(*results.notes, score, *during, *results.caveats, sep="\n")
-    print(tables.gain_of_a_step(results))
+    print(tables.gain_of_the_import(results))
+    print(tables.gain_of_clipping(results))
     if options.folder is not None and results.rows:
         try:
             print(f"the report is {pages.write_report(results, options.folder)}")

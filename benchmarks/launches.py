@@ -1,6 +1,6 @@
 """Host time and Python frames of the GPU path without a GPU: launchers over an idle driver.
 
-`python -m benchmarks.launches triton` prints rows of docs/benchmarks.md; each
+`python -m benchmarks.launches triton` prints rows of docs/benchmarks_full.md; each
 needs a process of its own. `frames` prints Python's frames of a step on each kind of kernels.
 """
 

@@ -102,32 +102,37 @@ def _torch(case: GradCase, dtype: torch.dtype, tensors: int, blocks: int) -> str
 
 
 def block(results: Sequence[Results]) -> str:
-    """Table of the model, with the measurements of the newest results from a GPU, if any."""
+    """Tables of the model, with the measurements of the newest results from a GPU, if any."""
     of_gpus = [each for each in results if each.machine.get("gpu") and _rows(each)]
     newest = max(of_gpus, key=lambda each: each.date, default=None)
-    lines = []
+    counts, times = [], []
     for name, dtype in MODELLED:
         for call in (CHECK, UNSCALE):
             case, counted = CASES[name], cost(CASES[name], dtype, call)
-            lines.append(
+            place = (f"{name}, {dtype_name(dtype)}", call)
+            counts.append(
                 (
-                    *(name, dtype_name(dtype), call),
+                    *place,
                     *(f"{len(case.shapes):,}", f"{counted.launches}"),
                     f"{counted.bytes / 1e6:,.1f} MB",
                     f"{counted.table_bytes / 1e3:,.1f} kB",
+                )
+            )
+            times.append(
+                (
+                    *place,
                     f"{counted.seconds * 1e6:,.1f} us",
                     *(_torch(case, dtype, *most) for most in TORCH_LAUNCHES.values()),
                     _measured(newest, (name, dtype_name(dtype), call)),
                 )
             )
-    header = ("list", "dtype", "pass", "tensors", "launches", "bytes", "table", "expected")
-    names = (*header, *TORCH_LAUNCHES, "measured")
-    of = dict(zip(names, lines[0], strict=True))
+    header = ("list", "pass", "tensors", "launches", "bytes", "table")
+    names = ("list", "pass", "expected", *TORCH_LAUNCHES, "measured")
     parts = [
-        f"For example, a {of['pass']} of {of['list']}, {of['tensors']} tensors: {of['launches']} "
-        f"launch of ours, which should take {of['expected']}; a cell of torch's reads launches: "
-        "time.",
-        tables.Table("", "", "", names, lines, 3).markdown(),
+        "What a pass of ampfast takes, counted:",
+        tables.Table("", "", "", header, counts, 2).markdown(),
+        "What it should take, beside torch's (launches: expected time), and what was measured:",
+        tables.Table("", "", "", names, times, 2).markdown(),
     ]
     if newest is not None:
         parts.append(f"Measured on {newest.place} with {newest.versions}, {newest.date[:10]}.")

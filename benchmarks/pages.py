@@ -14,12 +14,23 @@ from .results import Results, Row, write_whole
 
 REPORT, PLOTS = "report.html", "plots"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-README, DOCS = "README.md", "docs/benchmarks.md"
+README, DOCS, FULL = "README.md", "docs/benchmarks.md", "docs/benchmarks_full.md"
 # Nothing else is kept there.
 PICTURES = "docs/measured"
 RESULTS = "benchmarks/results"
 # To show in README.md.
 LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
+# To show in docs/benchmarks.md, too, by what is told of each.
+MORE_ROWS = {
+    "whole step, the import alone: gpt2, width 96 of 768, AdamW": (
+        *("training", "gpt2, width 96 of 768", "bfloat16", "AdamW"),
+    ),
+    "unscale and clip: gradients of BERT-base, float32": ("clip", "bert_base", "float32", "clip"),
+    "check: gradients of BERT-base, float32": ("kernels", "bert_base", "float32", "check"),
+    "scaler with torch's ops as the backend: 62 parameters": (
+        *("aten", "62x4", "float32", "full step"),
+    ),
+}
 
 
 def write_report(results: Results, folder: Path) -> Path:
@@ -30,7 +41,11 @@ def write_report(results: Results, folder: Path) -> Path:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("report.html.jinja").render(
         results=results,
-        sentences=[tables.score(results), tables.gain_of_a_step(results)],
+        sentences=[
+            tables.score(results),
+            tables.gain_of_the_import(results),
+            tables.gain_of_clipping(results),
+        ],
         pictures=list(zip(figures, drawn, strict=True)),
         tables=tables.of(results),
     )
@@ -47,7 +62,18 @@ def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
 
 
 def readme_block(results: Results) -> str:
-    """Real loops, steps that clip, what a whole step gains, and how it was measured."""
+    """What clipping gains, real loops, steps that clip, and how it was measured."""
+    table = _main_table("time under bfloat16 of", _main_lines(results))
+    return "\n\n".join((tables.gain_of_clipping(results), table, _heading(results, f"{RESULTS}/")))
+
+
+def _main_table(of: str, lines: list[tuple[str, ...]]) -> str:
+    header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
+    return tables.Table("", "", "", header, lines, 1).markdown()
+
+
+def _main_lines(results: Results) -> list[tuple[str, ...]]:
+    """Lines of real loops, and of steps that clip."""
     rows = loops_of(results)
     lines = []
     for case in LOOPS:
@@ -57,19 +83,8 @@ def readme_block(results: Results) -> str:
             _, *schedule = ours.call.split(", ")
             told = ", ".join((case, f"{ours.tensors} parameters", *schedule))
         cells = [_cell(row and row.host_us, "us") for row in (theirs, ours)]
-        lines.append((f"scaler alone: {told}", "-", *cells, tables.times(ours and ours.vs_torch)))
-    clipped = clipped_steps(results)
-    sides = ("no scaler", "torch's scaler", "ampfast")
-    header = ("time under bfloat16 of", *sides, "faster than torch's")
-    table = tables.Table("", "", "", header, lines + clipped, 1).markdown()
-    told = tables.gain_of_a_step(results)
-    if clipped:
-        step, none, torchs, ours_, _ = clipped[0]
-        told = (
-            f"For example, a {step}: torch clips it in {none} without a scaler and in {torchs} "
-            f"with its scaler; ampfast's scaler, which clips, too, takes {ours_}. {told}"
-        )
-    return "\n\n".join((told, table, _heading(results, f"{RESULTS}/")))
+        lines.append((f"scaler alone: {told}", "-", *cells, _times(ours)))
+    return lines + clipped_steps(results)
 
 
 def _cell(spread: tuple[float, float, float] | None, unit: str) -> str:
@@ -86,23 +101,58 @@ def clipped_steps(results: Results) -> list[tuple[str, ...]]:
             sides = (at.get((*place, tables.NO_SCALER)), at.get((*place, "torch")), ours)
             told = f"whole step, clipped: {ours.case}, {ours.replaces.removesuffix(', clip')}"
             cells = [_cell(row and row.ms, "ms") for row in sides]
-            lines.append((told, *cells, tables.times(ours.vs_torch)))
+            lines.append((told, *cells, _times(ours)))
     return lines
 
 
 def docs_block(results: Results) -> str:
-    """Every table, with its picture."""
-    names = {"kernels": "throughput"}
-    parts = [_heading(results, f"../{RESULTS}/")]
-    drawn = pictures.draw(results)
-    for table in tables.of(results):
-        name = names.get(table.subject, table.subject)
-        image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
-        parts += [f"### {table.title}", table.how, *image, table.markdown()]
+    """A picture, ten rows, what whole steps gain, and how it was measured."""
+    at = {row.name: row for row in results.rows}
+    lines = _main_lines(results)
+    for told, name in MORE_ROWS.items():
+        none, theirs = (at.get((*name, side)) for side in (tables.NO_SCALER, "torch"))
+        ours = at.get((*name, "ampfast")) or at.get((*name, "ampfast, aten"))
+        cells = [_time(row) for row in (theirs, ours)]
+        lines.append((told, _time(none) if none else "-", *cells, _times(ours)))
+    parts = (
+        f"![{tables.SUBJECTS['loops'][0]}](measured/loops.svg)",
+        _main_table("time of", lines),
+        f"{tables.gain_of_the_import(results)} {tables.gain_of_clipping(results)}",
+        _heading(results, f"../{RESULTS}/"),
+    )
     return "\n\n".join(parts)
 
 
-PAGES: dict[str, Callable[[Results], str]] = {README: readme_block, DOCS: docs_block}
+def _times(row: Row | None) -> str:
+    return tables.times(row and row.vs_torch)
+
+
+def _time(row: Row | None) -> str:
+    """Median of a row, of the device or, where there is none, of the host."""
+    return _cell(row.ms, "ms") if row and row.ms else _cell(row and row.host_us, "us")
+
+
+def full_block(results: Results) -> str:
+    """Every subject, with its picture; columns that do not fit are in the result file alone."""
+    names = {"kernels": "throughput"}
+    parts = [_heading(results, f"../{RESULTS}/")]
+    drawn = pictures.draw(results)
+    shown = set()
+    for table in tables.for_pages(results):
+        name = names.get(table.subject, table.subject)
+        if name not in shown:
+            image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
+            parts += [f"### {table.title}", table.how, *image]
+        shown.add(name)
+        parts.append(table.markdown())
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[Results], str]] = {
+    README: readme_block,
+    DOCS: docs_block,
+    FULL: full_block,
+}
 
 
 def file_name(results: Results) -> str:
@@ -113,7 +163,7 @@ def file_name(results: Results) -> str:
 
 
 def write_pages(folder: Path, file: Path) -> None:
-    """Writes a result file's figures into both pages, its pictures, and the file itself."""
+    """Writes a result file's figures into all pages, its pictures, and the file itself."""
     results = Results.read(file)
     if missing := [case for case in LOOPS if case not in loops_of(results)]:
         raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")

@@ -141,6 +141,9 @@ def _relative(spread: Spread | None) -> str:
 
 
 Cell = Callable[[Row], str]
+# Columns of a page, whose widest table still fits its width, and what gives way first.
+MOST_COLUMNS = 6
+GIVES_WAY = ("scale + step + update", "% of a step", "over none", "us", "spread", "of a copy")
 # Columns of each side that has them, each followed by the ratio of both, if there is one.
 PAIRS: tuple[tuple[str, Cell, Cell | None], ...] = (
     (
@@ -186,8 +189,20 @@ def of(results: Results) -> list[Table]:
     return [of_subject(subject, found) for subject, found in rows.items() if found]
 
 
-def of_subject(subject: str, rows: Sequence[Row]) -> Table:
-    """Both sides of each call on one line."""
+def for_pages(results: Results) -> list[Table]:
+    """Tables of at most six columns; slopes, which have no time of their own, are apart."""
+    made = []
+    for subject in SUBJECTS:
+        rows = [row for row in results.rows if row.subject == subject]
+        for is_slope in (False, True):
+            part = [row for row in rows if (row.ns_each is not None) == is_slope]
+            if part:
+                made.append(of_subject(subject, part, MOST_COLUMNS))
+    return made
+
+
+def of_subject(subject: str, rows: Sequence[Row], most: int | None = None) -> Table:
+    """Both sides of each call on one line, with at most so many columns, if given."""
     at = {row.name: row for row in rows}
     ours = list(dict.fromkeys(row.side for row in rows if row.side not in OTHERS))
     # Row for the names, those of the others, and ampfast's.
@@ -201,24 +216,60 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
             if row and row.replaces:
                 none, theirs = (at.get((*place, row.replaces, s)) for s in (NO_SCALER, "torch"))
             lines.append((row or theirs or none, none, loop, theirs, row))
-    names = ("case", "dtype", "call", "side")[: 3 + (len(ours) > 1)]
-    columns = [(head, *(getattr(line[0], head) for line in lines)) for head in names]
+    title, how = SUBJECTS[subject]
+    several_dtypes, several_sides = len({row.dtype for row in rows}) > 1, len(ours) > 1
+    # Unit, head and cells.
+    columns: list[tuple[str, ...]]
+    if most is None:
+        names = ("case", "dtype", "call", "side")[: 3 + several_sides]
+        columns = [("", head, *(getattr(line[0], head) for line in lines)) for head in names]
+    else:
+        columns = [
+            ("", "case", *(_case(line[0], several_dtypes) for line in lines)),
+            ("", "call", *(_call(line[0], several_sides) for line in lines)),
+        ]
+        if not several_dtypes:
+            how = f"{how} All rows are of {rows[0].dtype}."
+    count = len(columns)
 
-    def column(head: str, side: int, read: Cell) -> None:
+    def column(unit: str, head: str, side: int, read: Cell) -> None:
         cells = [read(row) if (row := line[side]) else "-" for line in lines]
         if set(cells) != {"-"}:
-            columns.append((head, *cells))
+            columns.append((unit, head, *cells))
 
     for unit, read, read_ratio in PAIRS:
         for index, side in enumerate((*OTHERS, "ampfast"), 1):
-            column(f"{side}, {unit}", index, read)
+            column(unit, f"{side}, {unit}", index, read)
         if read_ratio is not None:
-            column("faster", -1, read_ratio)
+            column(unit, "faster", -1, read_ratio)
     for head, read in SINGLES:
-        column(head, 0, read)
-    title, how = SUBJECTS[subject]
-    header, *body = zip(*columns, strict=True)
-    return Table(subject, title, how, header, body, len(names))
+        column(head, head, 0, read)
+    if most is not None:
+        columns = _narrowed(columns, most)
+    header, *body = zip(*(column[1:] for column in columns), strict=True)
+    return Table(subject, title, how, header, body, count)
+
+
+def _case(row: Row, with_dtype: bool) -> str:
+    """Case of a row, with the parameters of a net; a list's name has its number of tensors."""
+    parts = [row.case]
+    if row.tensors is not None and not row.case[0].isdigit():
+        parts.append(f"{row.tensors:,} parameters")
+    return ", ".join([*parts, row.dtype] if with_dtype else parts)
+
+
+def _call(row: Row, with_side: bool) -> str:
+    return f"{row.call}, {row.side.removeprefix('ampfast, ')}" if with_side else row.call
+
+
+def _narrowed(columns: list[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:
+    """Leaves units out until so many columns are left; parameters are part of the case."""
+    columns = [column for column in columns if column[0] != "parameters"]
+    for unit in GIVES_WAY:
+        is_only_time = unit == "us" and not any(column[0] == "ms" for column in columns)
+        if len(columns) > most and not is_only_time:
+            columns = [column for column in columns if column[0] != unit]
+    return columns
 
 
 def score(results: Results) -> str:
@@ -251,26 +302,31 @@ def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
     ]
 
 
-def gain_of_a_step(results: Results) -> str:
-    """Sentences on what whole steps gain, by the import alone and clipped by the scaler."""
+def gain_of_the_import(results: Results) -> str:
+    """Sentence on what whole steps gain where only the scaler's class changes."""
     both = pairs(results.rows, "training")
     gains = sorted(1 - 1 / row.vs_torch for _, row in both if row.vs_torch)
     if not gains:
-        return f"What a whole training step gains: {NOT_MEASURED}."
+        return f"What the import alone gains in a whole training step: {NOT_MEASURED}."
     nets = "; ".join(dict.fromkeys(row.case for _, row in both))
-    told = (
+    return (
         f"On the nets measured ({nets}), the import alone makes a whole training step "
         f"{_shorter(median(gains))} than with torch's scaler: the median of {len(gains)} kinds of "
         f"step, between {_shorter(gains[0])} and {_shorter(gains[-1])}."
     )
+
+
+def gain_of_clipping(results: Results) -> str:
+    """Sentence on a whole step that ampfast clips, beside torch's clipping without a scaler."""
     rows = [row for row in results.rows if row.subject == "training" and row.replaces]
-    if over := sorted(row.over_none for row in rows if row.over_none):
-        told += (
-            " A whole step that ampfast's scaler scales, checks and clips takes "
-            f"{over[0]:.2f} to {over[-1]:.2f} of the time of the same step that torch clips "
-            f"without any scaler (median {median(over):.2f})."
-        )
-    return told
+    over = [row.over_none for row in rows if row.over_none]
+    if not over:
+        return f"What clipping by the scaler gains in a whole training step: {NOT_MEASURED}."
+    return (
+        "A whole training step that ampfast's scaler scales, checks and clips is "
+        f"{_shorter(1 - median(over))} than a step that torch clips without a scaler, in the "
+        "median."
+    )
 
 
 def _shorter(gain: float) -> str:

@@ -1,4 +1,4 @@
-"""What a step costs a GPU, torch's and ampfast's, as README.md has it: counted by the ops of a CPU.
+"""What a step costs a GPU by both scalers, as docs/kernels.md has it: counted by the ops of a CPU.
 
 The rule from ops to launches: each op that computes or copies starts one kernel or copy; views and
 empty tensors start none. torch's ops over a list start k, one for as many tensors as fit into a
@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ampfast import GradScaler, grad_scaler, passes
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs/kernels.md"
 OURS, HOST = "launch of ampfast's", "memory of the host"
 # Single launches, those over the list (k), bytes of N gradients of b bytes, and waits.
 ONE = Counter(single=1)
@@ -37,7 +37,7 @@ COSTS = {
 }
 FREE = {"empty", "empty_like", "empty_strided", "as_strided", "detach", "view", "to"}
 
-# By README's name of a step: the optimizer, and how each side clips.
+# By the page's name of a step: the optimizer, and how each side clips.
 STEPS: dict[str, tuple[str, Callable[[Side], object] | None, Callable[[Side], object] | None]] = {
     "plain optimizer": ("adam", None, None),
     "fused optimizer": ("fused_adam", None, None),
@@ -105,10 +105,10 @@ def counted(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> Ref
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_costs_are_those_of_the_readme(counted: ReferenceLauncher, name: str) -> None:
+def test_costs_are_those_of_the_page(counted: ReferenceLauncher, name: str) -> None:
     kind, theirs, ours = STEPS[name]
     torchs = step(side(torch.amp.GradScaler, kind), theirs, counted)
     ampfasts = step(side(GradScaler, kind), ours, counted)
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     [row] = re.findall(rf"^\| {name} \| (.+) \|$", text, re.MULTILINE)
     assert row == f"{told(torchs)} | {told(ampfasts)}"
