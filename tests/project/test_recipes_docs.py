@@ -190,3 +190,108 @@ def test_a_recipe_under_autocast(recipe: str) -> None:
     assert_alike(recipe, ours, theirs, CLOSE[True])
     stats = ours.scaler.stats()
     assert 0 < stats.skipped < ITERATIONS, "the start scale was meant to overflow for a while"
+
+
+class Sam:
+    """A run of the recipe of SAM in float32, with infinities planted in one gradient of a pass.
+
+    Attributes:
+        before: Parameters and their momentum at each `scale`, twice an iteration.
+        ends: The same after each `step`, and the scale that it had.
+    """
+
+    def __init__(self, bad: set[int]) -> None:
+        source = RECIPES["Two passes a step, as SAM and L-BFGS"]
+        source = source.replace("from ampfast import GradScaler\n", "")
+        source = source.replace("range(3)", f"range({ITERATIONS})")
+        source = source.replace("dtype=torch.float16", "enabled=False")
+        self.bad, self.passes = bad, 0
+        self.before: list[list[torch.Tensor]] = []
+        self.ends: list[tuple[list[torch.Tensor], float]] = []
+        self.names: dict[str, Any] = {"GradScaler": self.watched}
+        torch.manual_seed(5)
+        exec(source, self.names)
+
+    def state(self) -> list[torch.Tensor]:
+        momenta = [state["momentum_buffer"] for state in self.names["optimizer"].state.values()]
+        return [value.detach().clone() for value in (*self.names["params"], *momenta)]
+
+    def watched(self, device: str) -> GradScaler:
+        self.scaler = scaler = GradScaler(device, init_scale=1024.0, growth_interval=2)
+        scale, step = scaler.scale, scaler.step
+
+        def planting(loss: torch.Tensor) -> Any:
+            is_bad = self.passes in self.bad
+            self.passes += 1
+            self.before.append(self.state())
+            if is_bad:
+                bias = self.names["model"][0].bias
+                handle = bias.register_hook(lambda grad: one_infinity(grad, handle))
+            return scale(loss)
+
+        def stepping(optimizer: torch.optim.Optimizer) -> None:
+            step(optimizer)
+            self.ends.append((self.state(), scaler.get_scale()))
+
+        scaler.scale, scaler.step = planting, stepping
+        return scaler
+
+
+def one_infinity(grad: torch.Tensor, handle: Any) -> torch.Tensor:
+    handle.remove()
+    grad = grad.clone()
+    grad[3] = torch.inf
+    return grad
+
+
+def sam_by_hand(skipped: set[int]) -> list[list[torch.Tensor]]:
+    """Parameters after each iteration of float32 training without a scaler."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    ends = []
+    for iteration in range(ITERATIONS):
+        data, target = torch.randn(32, 64), torch.randint(10, (32,))
+        if iteration not in skipped:
+            loss = torch.nn.functional.cross_entropy(model(data), target)
+            grads = torch.autograd.grad(loss, params)
+            length = torch.sqrt(sum(grad.square().sum() for grad in grads))
+            moved = {
+                name: param + 0.05 * grad / length
+                for (name, param), grad in zip(model.named_parameters(), grads, strict=True)
+            }
+            loss = torch.nn.functional.cross_entropy(
+                torch.func.functional_call(model, moved, data), target
+            )
+            grads = torch.autograd.grad(loss, list(moved.values()))
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+        ends.append([param.detach().clone() for param in params])
+    return ends
+
+
+@pytest.mark.parametrize("which", [(), (0,), (1,), (0, 1)], ids=["", "first", "second", "both"])
+def test_both_passes_of_sam_are_one_step(which: tuple[int, ...]) -> None:
+    skipped = {1, 4, 5} if which else set()
+    run = Sam({2 * iteration + number for iteration in skipped for number in which})
+    expected, scale, finite_steps = sam_by_hand(skipped), 1024.0, 0
+    for iteration, (state, used) in enumerate(run.ends):
+        start, moved = run.before[2 * iteration : 2 * iteration + 2]
+        distance = torch.cat([(a - b).flatten() for a, b in zip(moved, start, strict=True)]).norm()
+        if iteration not in skipped or 0 not in which:
+            torch.testing.assert_close(distance, torch.tensor(0.05), rtol=1e-4, atol=0)
+        else:
+            assert distance == 0
+        if iteration in skipped:
+            torch.testing.assert_close(state, start, rtol=0, atol=0)
+        torch.testing.assert_close(state[:4], expected[iteration], **CLOSE[False])
+        assert used == scale
+        finite_steps = 0 if iteration in skipped else finite_steps + 1
+        scale *= 0.5 if iteration in skipped else 1.0
+        if finite_steps == 2:
+            scale, finite_steps = 2 * scale, 0
+    stats = run.scaler.stats()
+    assert (stats.steps, stats.skipped, stats.scale) == (ITERATIONS, len(skipped), scale)
