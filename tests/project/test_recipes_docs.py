@@ -295,3 +295,59 @@ def test_both_passes_of_sam_are_one_step(which: tuple[int, ...]) -> None:
             scale, finite_steps = 2 * scale, 0
     stats = run.scaler.stats()
     assert (stats.steps, stats.skipped, stats.scale) == (ITERATIONS, len(skipped), scale)
+
+
+def clamps_by_hand() -> list[torch.Tensor]:
+    """Parameters and master weights of the recipe with clamps, and one step of gradients of 0."""
+    torch.manual_seed(5)
+    params = list(torch.nn.Linear(64, 1).to(torch.float16).parameters())
+    masters = [param.detach().float().requires_grad_() for param in params]
+    optimizer = torch.optim.RMSprop(masters, lr=5e-3)
+    scale = 2.0**16
+    for _ in range(ITERATIONS):
+        real, made = torch.randn(2, 32, 64, dtype=torch.float16)
+        output = [torch.nn.functional.linear(data, *params).float().mean() for data in (made, real)]
+        grads = torch.autograd.grad((output[0] - output[1]) * scale, params)
+        is_finite = all(grad.isfinite().all() for grad in grads)
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad.float() / scale
+        if is_finite:
+            optimizer.step()
+        else:
+            scale /= 2
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+                clamped = param.clamp(-0.01, 0.01)
+                master.copy_(torch.where(clamped == param, master, clamped.float()))
+                param.copy_(clamped)
+    for master in masters:
+        master.grad.zero_()
+    optimizer.step()
+    return [value.detach() for value in (*(each.half() for each in masters), *masters)]
+
+
+@pytest.mark.parametrize("way", ["no_grad", "data"])
+def test_a_clamp_reaches_master_weights_unless_through_data(way: str) -> None:
+    source = RECIPES["Weight clamps, as in WGAN"].replace("range(3)", f"range({ITERATIONS})")
+    if way == "data":
+        source = source.replace("param.clamp_", "param.data.clamp_")
+    names: dict[str, Any] = {}
+    torch.manual_seed(5)
+    exec(source, names)
+    params, masters = zip(*names["optimizer"].master_weights.items(), strict=True)
+    largest = torch.tensor(0.01, dtype=torch.float16)
+    assert all(param.abs().max() <= largest for param in params)
+    for param in params:
+        param.grad.zero_()
+    names["optimizer"].step()
+    after = [value.detach() for value in (*params, *masters)]
+    # Half of the last bit that float16 has there.
+    is_clamped = all(value.abs().max() <= largest.float() + 2.0**-18 for value in after)
+    if way == "data":
+        assert not is_clamped
+        assert max(value.abs().max() for value in after) > 0.05
+        return
+    assert is_clamped
+    assert names["scaler"].stats().steps == ITERATIONS > names["scaler"].stats().skipped
+    torch.testing.assert_close(after, clamps_by_hand(), rtol=0, atol=0)
