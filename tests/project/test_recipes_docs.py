@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,111 @@ def test_a_clamp_reaches_master_weights_unless_through_data(way: str) -> None:
     assert is_clamped
     assert names["scaler"].stats().steps == ITERATIONS > names["scaler"].stats().skipped
     torch.testing.assert_close(after, clamps_by_hand(), rtol=0, atol=0)
+
+
+class Layers:
+    """A run of the recipe of frozen layers, with changes of its text.
+
+    Attributes:
+        moved: Names of the layers that moved, by iteration.
+    """
+
+    def __init__(self, fused: bool, changes: dict[str, str]) -> None:
+        source = RECIPES["Freezing and thawing layers"]
+        source = source.replace("from ampfast import GradScaler\n", "")
+        changes = {f"lr={lr})": f"lr={lr}, fused={fused})" for lr in ("1e-2", "0.1")} | changes
+        for old, new in changes.items():
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        self.seen: list[list[list[torch.Tensor]]] = []
+        self.names: dict[str, Any] = {"GradScaler": self.watched}
+        torch.manual_seed(5)
+        exec(source, self.names)
+        self.see()
+        self.moved = [
+            {
+                name
+                for name, old, new in zip(("body", "head", "probe"), before, after, strict=True)
+                if not all(map(torch.equal, old, new))
+            }
+            for before, after in pairwise(self.seen)
+        ]
+
+    def see(self) -> None:
+        layers = (self.names[name] for name in ("body", "head", "probe"))
+        self.seen.append([[p.detach().clone() for p in layer.parameters()] for layer in layers])
+
+    def watched(self, device: str) -> GradScaler:
+        scaler = self.scaler = GradScaler(device)
+        scale = scaler.scale
+
+        def seeing(loss: torch.Tensor) -> Any:
+            self.see()
+            return scale(loss)
+
+        scaler.scale = seeing
+        return scaler
+
+
+AS_WRITTEN = [
+    {"head", "probe"},
+    {"head"},
+    {"body", "head", "probe"},
+    {"body", "head"},
+    {"body", "probe"},
+    {"body"},
+]
+ZERO_GRAD = "    optimizer.zero_grad()  # also the last gradients of the frozen head\n"
+KEEPS_OLD = "    body.zero_grad(), [each.zero_grad() for each in [head][step >= 4 :]]\n"
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("case", ["as written", "old gradient", "zeros", "infinity"])
+def test_what_moves_of_frozen_layers(case: str, fused: bool) -> None:
+    freezing = "        head.requires_grad_(False)\n"
+    changes = {
+        "as written": {},
+        "old gradient": {ZERO_GRAD: KEEPS_OLD},
+        "zeros": {ZERO_GRAD: "    optimizer.zero_grad(set_to_none=False)\n"},
+        "infinity": {
+            ZERO_GRAD: KEEPS_OLD,
+            freezing: f"{freezing}        head.weight.grad[0, 0] = torch.inf\n",
+        },
+    }[case]
+    run = Layers(fused, changes)
+    expected = [set(moved) for moved in AS_WRITTEN]
+    for moved in expected[4:]:
+        if case == "infinity":
+            moved -= {"body"}
+        elif case != "as written":
+            moved |= {"head"}
+    assert run.moved == expected
+    stats = run.scaler.stats()
+    assert (stats.steps, stats.skipped) == (6, 2 if case == "infinity" else 0)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_an_optimizer_without_gradients(fused: bool) -> None:
+    always = {"    if probe.weight.grad is not None:": "    if True:"}
+    if fused:
+        assert Layers(fused, always).moved == AS_WRITTEN
+    else:
+        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+            Layers(fused, always)
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded (for this|prior to)"):
+        Layers(fused, {"    scaler.scale(loss).backward()": "    scaler.scale(loss)"})
+
+
+@pytest.mark.parametrize(("when", "expected"), [("before", 1.0), ("after", 1024.0)])
+def test_gradients_of_a_group_added_around_unscale(when: str, expected: float) -> None:
+    layers = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(sum(layer(torch.ones(1, 4)).sum() for layer in layers)).backward()
+    calls = [
+        lambda: optimizer.add_param_group({"params": layers[1].parameters()}),
+        lambda: scaler.unscale_(optimizer),
+    ]
+    for call in calls if when == "before" else calls[::-1]:
+        call()
+    assert [layer.bias.grad.item() for layer in layers] == [1.0, expected]
