@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.one_step import host_reads
 from support.scalers import TorchScaler
+from torch.optim.swa_utils import AveragedModel
 
 from ampfast import GradScaler
 
@@ -460,3 +462,77 @@ def test_gradients_of_a_group_added_around_unscale(when: str, expected: float) -
     for call in calls if when == "before" else calls[::-1]:
         call()
     assert [layer.bias.grad.item() for layer in layers] == [1.0, expected]
+
+
+class Average:
+    """A run of a recipe of a moving average, with infinite losses.
+
+    Attributes:
+        ends: Parameters and their averages after each iteration, and at first those at the start.
+    """
+
+    def __init__(self, source: str, skipped: set[int]) -> None:
+        source = source.replace("from ampfast import GradScaler\n", "")
+        source = source.replace("range(3)", f"range({ITERATIONS})")
+        self.skipped, self.calls = skipped, 0
+        self.ends: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self.names: dict[str, Any] = {"GradScaler": self.watched}
+        torch.manual_seed(5)
+        exec(source, self.names)
+        self.see()
+
+    def see(self) -> None:
+        both = self.names["model"], self.names["average"]
+        self.ends.append(tuple([p.detach().clone() for p in each.parameters()] for each in both))
+
+    def watched(self, device: str) -> GradScaler:
+        scaler = self.scaler = GradScaler(device, init_scale=1024.0)
+        scale = scaler.scale
+
+        def planting(loss: torch.Tensor) -> Any:
+            self.see()
+            is_bad = self.calls in self.skipped
+            self.calls += 1
+            return scale(loss * torch.inf if is_bad else loss)
+
+        scaler.scale = planting
+        return scaler
+
+
+AVERAGES = dict(
+    zip(
+        ("plain", "fused"),
+        re.findall(
+            r"^```python\n(.*?)^```",
+            PAGE.split("### A moving average of the weights\n")[1].split("\n## ")[0],
+            re.MULTILINE | re.DOTALL,
+        ),
+        strict=True,
+    )
+)
+
+
+@pytest.mark.parametrize("skipped", [set(), {0}, {2, 3, 6}], ids=["none", "first", "some"])
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_an_average_of_the_steps_that_were_taken(kind: str, skipped: set[int]) -> None:
+    run = Average(AVERAGES[kind], skipped)
+    assert run.scaler.stats().skipped == len(skipped)
+    expected: list[torch.Tensor] | None = None if kind == "plain" else run.ends[0][1]
+    for iteration, (before, (params, means)) in enumerate(pairwise(run.ends)):
+        if iteration in skipped:
+            torch.testing.assert_close((params, means), before, rtol=0, atol=0)
+        elif expected is None:  # AveragedModel starts from the first weights that it gets
+            expected = params
+        else:
+            expected = [0.99 * mean + 0.01 * p for mean, p in zip(expected, params, strict=True)]
+        if expected is not None:
+            torch.testing.assert_close(means, expected, rtol=1e-6, atol=1e-7)
+    assert (kind == "plain") == isinstance(run.names["average"], AveragedModel)
+
+
+def test_the_average_of_a_fused_loop_reads_nothing() -> None:
+    source = AVERAGES["fused"]
+    exec(source, {})  # the first fused step of a process is tried
+    assert host_reads(lambda: exec(source, {})) == 0
+    source = source.replace("mean.lerp_(param, weight)", "mean.lerp_(param, weight.item())")
+    assert host_reads(lambda: exec(source, {})) == 6
