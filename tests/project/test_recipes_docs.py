@@ -536,3 +536,73 @@ def test_the_average_of_a_fused_loop_reads_nothing() -> None:
     assert host_reads(lambda: exec(source, {})) == 0
     source = source.replace("mean.lerp_(param, weight)", "mean.lerp_(param, weight.item())")
     assert host_reads(lambda: exec(source, {})) == 6
+
+
+class Policy:
+    """A run of the recipe of reinforcement learning, with changes of its text.
+
+    Attributes:
+        ratios: The ratios of each backward, two for each step.
+        weights: The first weight of the policy before each backward, and at the end.
+    """
+
+    def __init__(self, changes: dict[str, str], bad: int | None = None) -> None:
+        source = RECIPES["Reinforcement learning"].replace("from ampfast import GradScaler\n", "")
+        for old, new in changes.items():
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        self.bad = bad
+        self.ratios: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+        self.names: dict[str, Any] = {"GradScaler": self.watched}
+        torch.manual_seed(5)
+        exec(source, self.names)
+        self.see()
+
+    def see(self) -> None:
+        self.weights.append(self.names["policy"][0].weight.detach().clone())
+
+    def watched(self, device: str) -> GradScaler:
+        scaler = self.scaler = GradScaler(device, init_scale=1024.0)
+        scale = scaler.scale
+
+        def planting(loss: torch.Tensor) -> Any:
+            is_bad = len(self.ratios) == self.bad
+            self.see()
+            self.ratios.append(self.names["ratio"].detach())
+            return scale(loss * torch.inf if is_bad else loss)
+
+        scaler.scale = planting
+        return scaler
+
+
+OLD = "        old = log_probs(states, actions)\n"
+LIMIT = "change.clamp(-20, 20)"
+
+
+def test_the_first_ratios_of_a_rollout() -> None:
+    def share_of_ones(changes: dict[str, str]) -> float:
+        # Kernels may round a part of a batch differently, and this changes few float16 values.
+        ratios = torch.cat(Policy(changes).ratios[::8])
+        return (ratios == 1).float().mean().item()
+
+    assert share_of_ones({}) > 0.75
+    float32 = "policy(states).log_softmax(-1).gather(1, actions[:, None])[:, 0]"
+    assert share_of_ones({OLD: f"        old = {float32}\n"}) < 0.5
+
+
+def test_an_infinite_ratio_is_no_matter_of_the_scale() -> None:
+    unlikely = {OLD: f"{OLD}        old -= 100\n"}
+    stats = Policy(unlikely).scaler.stats()
+    assert (stats.steps, stats.skipped, stats.scale) == (12, 0, 1024.0)
+    stats = Policy({**unlikely, LIMIT: "change"}).scaler.stats()
+    assert (stats.steps, stats.skipped, stats.scale) == (12, 12, 1024.0 / 2**12)
+
+
+@pytest.mark.parametrize("bad", [6, 7])
+def test_an_overflow_skips_one_minibatch(bad: int) -> None:
+    run = Policy({}, bad)
+    assert (run.scaler.stats().steps, run.scaler.stats().skipped) == (12, 1)
+    ends = run.weights[::2]
+    moved = [not torch.equal(before, after) for before, after in pairwise(ends)]
+    assert moved == [step != 3 for step in range(12)]
