@@ -220,7 +220,8 @@ class Sam:
         return [value.detach().clone() for value in (*self.names["params"], *momenta)]
 
     def watched(self, device: str) -> GradScaler:
-        self.scaler = scaler = GradScaler(device, init_scale=1024.0, growth_interval=2)
+        arguments = {"init_scale": 1024.0, "growth_interval": 2, "track": "overflow"}
+        self.scaler = scaler = GradScaler(device, **arguments)
         scale, step = scaler.scale, scaler.step
 
         def planting(loss: torch.Tensor) -> Any:
@@ -298,6 +299,8 @@ def test_both_passes_of_sam_are_one_step(which: tuple[int, ...]) -> None:
             scale, finite_steps = 2 * scale, 0
     stats = run.scaler.stats()
     assert (stats.steps, stats.skipped, stats.scale) == (ITERATIONS, len(skipped), scale)
+    listed = len(run.scaler.overflow_report().parameters)
+    assert listed == (4 if 0 in which else len(which))
 
 
 def clamps_by_hand() -> list[torch.Tensor]:
@@ -530,12 +533,18 @@ def test_an_average_of_the_steps_that_were_taken(kind: str, skipped: set[int]) -
     assert (kind == "plain") == isinstance(run.names["average"], AveragedModel)
 
 
-def test_the_average_of_a_fused_loop_reads_nothing() -> None:
-    source = AVERAGES["fused"]
+@pytest.mark.parametrize("recipe", ["average", "SAM"])
+def test_a_fused_loop_reads_nothing(recipe: str) -> None:
+    source, line = AVERAGES["fused"], "mean.lerp_(param, weight)"
+    reading, reads = "mean.lerp_(param, weight.item())", 6
+    if recipe == "SAM":
+        source, line = RECIPES["Two passes a step, as SAM and L-BFGS"], "norm.isfinite(), 1.0"
+        source = source.replace("momentum=0.9", "fused=True").replace("optim.SGD", "optim.AdamW")
+        reading, reads = "norm.isfinite(), norm.isfinite().item()", 3
+    assert "fused=True" in source
     exec(source, {})  # the first fused step of a process is tried
     assert host_reads(lambda: exec(source, {})) == 0
-    source = source.replace("mean.lerp_(param, weight)", "mean.lerp_(param, weight.item())")
-    assert host_reads(lambda: exec(source, {})) == 6
+    assert host_reads(lambda: exec(source.replace(line, reading), {})) == reads
 
 
 class Policy:
