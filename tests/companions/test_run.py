@@ -240,6 +240,35 @@ def test_folders_and_archives(python: Call, tmp_path: Path, name: str) -> None:
     assert re.fullmatch(LINE, ours.stderr)
 
 
+COMMAND = """#!/usr/bin/python
+import sys
+from train import entry
+if __name__ == '__main__':
+    sys.exit(entry())
+"""
+ENTRY = """
+import sys, torch
+from torch.cuda.amp import GradScaler
+def entry():
+    print(sys.argv, GradScaler(enabled=False).skip_reason.__name__)
+    exec(TRAIN)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_an_installed_command_by_its_path(python: Call, tmp_path: Path) -> None:
+    """As pip writes it, which is how ultralytics and nnU-Net are started."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "trains").write_text(COMMAND)
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    command = ("-m", "ampfast", "run", "bin/trains", "mode=train", "--epochs", "1")
+    done = python(f"TRAIN = {TRAIN!r}\n{ENTRY}", *command, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['bin/trains', 'mode=train', '--epochs', '1'] skip_reason\n"
+    assert re.search(LINE, done.stderr)
+
+
 ENDED = """
 import atexit, tempfile
 log = open("log", "w")

@@ -367,3 +367,48 @@ def test_in_one_process_without_a_group(tmp_path: Path) -> None:
         )
     assert isinstance(state, dict)
     assert (state["_growth_tracker"], state["ampfast"]["hysteresis_tracker"]) == (1, 1)
+
+
+class Stepping(torch.optim.Optimizer):
+    """Calls the scaler in its step, as Accelerate's wrapper does."""
+
+    def __init__(self, inner: torch.optim.Optimizer, scaler: GradScaler) -> None:
+        self.inner, self.scaler = inner, scaler
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self, closure: None = None) -> None:
+        self.scaler.step(self.inner)
+        self.scaler.update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, GradScaler], ids=["torch", "ours"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_reading_the_state_of_a_wrapper_steps_the_scaler(fused: bool, scaler_type: Any) -> None:
+    """As docs/troubleshooting.md says; a scaler that is loaded afterwards is as it was saved."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = scaler_type("cpu", init_scale=1024.0, growth_interval=2)
+    saved = {**scaler.state_dict(), "_growth_tracker": 1}
+    scaler.load_state_dict(saved)
+    wrapper = Stepping(optimizer, scaler)
+    with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
+        sharding.get_optimizer_state_dict(model, wrapper)
+    optimizer.zero_grad()
+    scaler.scale(torch.zeros(()))
+    before = [param.detach().clone() for param in model.parameters()]
+    sharding.get_optimizer_state_dict(model, wrapper)
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (2048.0, 0)
+    assert_same(before, [param.detach() for param in model.parameters()])
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == saved
+    optimizer.state.clear()
+    sharding.get_optimizer_state_dict(model, optimizer)
+    assert scaler.state_dict() == saved
