@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -218,8 +219,10 @@ class GradScaler(Passes):
     def __repr__(self) -> str:
         name, scale = type(self).__name__, self._scale if self._enabled else None
         if scale is None:
-            state = f"scale {self._init_scale:g}, on no device yet" if self._enabled else "disabled"
-            return f"<{name}: {state}>"
+            number = _power_of_2(self._init_scale) if self._enabled else ""
+            return (
+                f"<{name}: scale {number}, on no device yet>" if number else f"<{name}: disabled>"
+            )
         if not scale.is_cpu:  # reading it would wait
             is_known = vars(self).get("_kernels")
             backend = f", backend {self._choice.name_for(scale.device)}" if is_known else ""
@@ -227,7 +230,8 @@ class GradScaler(Passes):
         words = self._loss_scale.words_on(scale.device)
         backend = self._choice.name_for(scale.device)
         steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
-        return f"<{name}: scale {scale:g}, {steps} steps, {skipped} skipped, backend {backend}>"
+        number = _power_of_2(scale.item())
+        return f"<{name}: scale {number}, {steps} steps, {skipped} skipped, backend {backend}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -1107,6 +1111,12 @@ class GradScaler(Passes):
         if limit is not None and words is not None and not was_set and limit.is_reached(words):
             tracks = self._track is not None
             raise limit.error(self.stats(), self.overflow_report(local=True) if tracks else None)
+
+
+def _power_of_2(scale: float) -> str:
+    """A scale for readers: 2^20, or a number."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 and exponent > 1 else f"{scale:g}"
 
 
 def _is_unscaled(turn: dict[str, Any]) -> bool:
