@@ -217,12 +217,12 @@ class GradScaler(Passes):
         self.skip_above = skip_above
 
     def __repr__(self) -> str:
-        name, scale = type(self).__name__, self._scale if self._enabled else None
+        name = type(self).__name__
+        if not self._enabled:
+            return f"<{name}: disabled>"
+        scale = self._scale
         if scale is None:
-            number = _power_of_2(self._init_scale) if self._enabled else ""
-            return (
-                f"<{name}: scale {number}, on no device yet>" if number else f"<{name}: disabled>"
-            )
+            return f"<{name}: scale {_power_of_2(self._init_scale)}, on no device yet>"
         if not scale.is_cpu:  # reading it would wait
             is_known = vars(self).get("_kernels")
             backend = f", backend {self._choice.name_for(scale.device)}" if is_known else ""
