@@ -112,7 +112,9 @@ def build_core(torch: str, sources: Path, kept: Path) -> None:
 def build_kernels(sources: Path, kept: Path) -> None:
     """Compiles the CUDA kernels and keeps them."""
     tree = unpacked(sources)
-    run(sys.executable, "-c", "import setup, sys; sys.exit(setup.build_kernels())", cwd=tree)
+    # An empty text would be an exit code of 1.
+    compiling = "import setup, sys; sys.exit(setup.build_kernels() or None)"
+    run(sys.executable, "-c", compiling, cwd=tree)
     shutil.copyfile(tree / "ampfast" / KERNELS, kept.with_suffix(".part"))
     kept.with_suffix(".part").rename(kept)
 

@@ -292,6 +292,24 @@ def test_automation_runs_commands_of_the_makefile(automated):
         assert set(called) <= targets, name
 
 
+@pytest.mark.parametrize("why", ["", "nvcc was not found"])
+def test_kernels_of_a_wheel(monkeypatch, tmp_path, why):
+    tree = tmp_path / "tree"
+    (tree / "ampfast").mkdir(parents=True)
+    (tree / "setup.py").write_text(
+        f"def build_kernels():\n    open('ampfast/kernels.fatbin', 'w').close()\n    return {why!r}"
+    )
+    monkeypatch.setattr(wheels, "unpacked", lambda sources: tree)
+    monkeypatch.setattr(wheels, "LOG", tmp_path / "log")
+    kept = tmp_path / "kernels.fatbin"
+    if why:
+        with pytest.raises(SystemExit, match=why):
+            wheels.build_kernels(tmp_path, kept)
+    else:
+        wheels.build_kernels(tmp_path, kept)
+    assert kept.exists() is not bool(why)
+
+
 def test_wheels_and_ci_serve_the_oldest_the_pinned_and_the_newest_torch(automated, monkeypatch):
     served, *pinned = [
         re.findall(r"^torch==([\d.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)
