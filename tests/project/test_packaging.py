@@ -299,14 +299,14 @@ def test_kernels_of_a_wheel(monkeypatch, tmp_path, why):
     (tree / "setup.py").write_text(
         f"def build_kernels():\n    open('ampfast/kernels.fatbin', 'w').close()\n    return {why!r}"
     )
-    monkeypatch.setattr(wheels, "unpacked", lambda sources: tree)
-    monkeypatch.setattr(wheels, "LOG", tmp_path / "log")
+    monkeypatch.setattr(WHEELS, "unpacked", lambda sources: tree)
+    monkeypatch.setattr(WHEELS, "LOG", tmp_path / "log")
     kept = tmp_path / "kernels.fatbin"
     if why:
         with pytest.raises(SystemExit, match=why):
-            wheels.build_kernels(tmp_path, kept)
+            WHEELS.build_kernels(tmp_path, kept)
     else:
-        wheels.build_kernels(tmp_path, kept)
+        WHEELS.build_kernels(tmp_path, kept)
     assert kept.exists() is not bool(why)
 
 
