@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -152,9 +153,11 @@ class _Pass:
             tensor.register_hook(partial(self._came, value))
         return value
 
-    def is_over_before(self, module: int) -> bool:
+    def is_over_before(self, number: int, module: Any) -> bool:
         """Whether a module's call begins another pass, as models may be called by their parts."""
-        is_another = module == 0 or bool(self.gradients) or module in self.modules
+        if number == 0 and self.running:
+            return not _calls_itself(module)  # else the calls that run were interrupted
+        is_another = number == 0 or bool(self.gradients) or number in self.modules
         return is_another and not self.running
 
     def forget(self) -> None:
@@ -201,7 +204,9 @@ class NonFiniteFinder:
             before, after = partial(self._before, number), partial(self._after, number)
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after, with_kwargs=True),
+                # Also of a forward that raises, as a checkpointed block does once it has made all
+                # that backward needs.
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ]
 
     def __enter__(self) -> NonFiniteFinder:
@@ -280,7 +285,7 @@ class NonFiniteFinder:
     @not_compiled
     def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
         is_again = _is_in_backward()
-        if not is_again and (not self._passes or self._passes[-1].is_over_before(number)):
+        if not is_again and (not self._passes or self._passes[-1].is_over_before(number, module)):
             self._passes.append(_Pass(self._unused))
             if len(self._passes) > _KEPT:
                 self._passes.popleft().drop()
@@ -296,12 +301,14 @@ class NonFiniteFinder:
         if not self._passes:
             return
         one, is_again = self._passes[-1], _is_in_backward()
-        while one.running:
+        if any(call.module == number for call in one.running):
             call = one.running.pop()
-            if call.module == number:  # else its forward has raised
+            while call.module != number:
+                call = one.running.pop()
+            has_raised = output is None and sys.exc_info()[0] is not None
+            if not has_raised:
                 call.outputs = [one.value_of(tensor, is_again) for tensor in _floating(output)]
                 one.ended.append(call)
-                break
         if not one.running:
             one.forget()
 
@@ -309,6 +316,16 @@ class NonFiniteFinder:
 def _is_in_backward() -> bool:
     """Whether this is a checkpointed block that runs again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _calls_itself(module: Any) -> bool:
+    """Whether a call of a module that begins now is inside of another one."""
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        is_call = frame.f_code is torch.nn.Module._call_impl.__code__
+        calls += is_call and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
 
 
 def _floating(values: Any) -> Iterator[Tensor]:

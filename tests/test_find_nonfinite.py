@@ -341,6 +341,51 @@ def test_a_forward_that_raises_is_left_behind() -> None:
     assert fault is not None and (fault.module, fault.passes_ago) == ("2", 0)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_passes_end_after_a_forward_that_raises(error: type[BaseException]) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise error
+
+    model = net_around(Op(fails))
+    finder = ampfast.find_nonfinite(model)
+    with pytest.raises(error):
+        train(model)
+    model[2].function = lambda x: x  # type: ignore[union-attr]
+    train(model, torch.full((4, 8), INF))
+    train(model)
+    fault = finder.report()
+    assert fault is not None and fault.passes_ago == 1
+    assert not finder._passes[-1].running
+
+
+def test_passes_end_after_a_block_whose_second_forward_stops_early() -> None:
+    model = net_around(Checkpointed(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), False))
+    finder = ampfast.find_nonfinite(model)
+    train(model, torch.full((4, 8), INF))
+    for _ in range(3):
+        train(model)
+    fault = finder.report()
+    assert fault is not None and fault.passes_ago == 3
+    assert not any(each.running for each in finder._passes)
+
+
+def test_a_model_that_calls_itself_has_one_pass() -> None:
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, depth: int = 3) -> Any:
+            return self.leaf(x if depth == 0 else self(x, depth - 1))
+
+    model = Tree()
+    finder = ampfast.find_nonfinite(model)
+    train(model, torch.full((4, 8), INF))
+    train(model)
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.passes_ago) == ("leaf", 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", ["dense", "strided", "expanded", "empty", "complex"])
 def test_dtypes_and_layouts(dtype: torch.dtype, layout: str) -> None:
