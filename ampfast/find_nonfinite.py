@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, core
@@ -127,10 +128,13 @@ class _Pass:
     Args:
         unused: Tables of earlier passes by device, to take from. New ones at every pass would have
             Python collect garbage for as long as the reads take.
+        leaves: The hook of each leaf that a module was given, by id: leaves outlive their passes.
     """
 
-    def __init__(self, unused: dict[torch.device, list[_Table]]) -> None:
-        self._unused = unused
+    def __init__(
+        self, unused: dict[torch.device, list[_Table]], leaves: dict[int, RemovableHandle]
+    ) -> None:
+        self._unused, self._leaves = unused, leaves
         # Calls in the order of their ends; calls that run now, the outermost first.
         self.ended: list[_Call] = []
         self.running: list[_Call] = []
@@ -150,7 +154,12 @@ class _Pass:
         value = _Value(None if is_again else self._measure(tensor), tensor.dtype)
         self._values[id(tensor)] = weakref.ref(tensor), version, value
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._came, value))
+            handle = tensor.register_hook(partial(self._came, value))
+            if tensor.is_leaf:
+                earlier = self._leaves.get(id(tensor))
+                if earlier is not None:
+                    earlier.remove()
+                self._leaves[id(tensor)] = handle
         return value
 
     def is_over_before(self, number: int, module: Any) -> bool:
@@ -200,6 +209,7 @@ class NonFiniteFinder:
         self._passes: deque[_Pass] = deque()
         self._unused: dict[torch.device, list[_Table]] = defaultdict(list)
         self._handles: list[Any] = []
+        self._leaves: dict[int, RemovableHandle] = {}
         for number, (_, module) in enumerate(self._modules):
             before, after = partial(self._before, number), partial(self._after, number)
             self._handles += [
@@ -217,9 +227,10 @@ class NonFiniteFinder:
 
     def remove(self) -> None:
         """Removes the hooks; what was found stays."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._leaves.values()):
             handle.remove()
         self._handles.clear()
+        self._leaves.clear()
 
     def report(self) -> ModuleFault | None:
         """Returns the fault of the last pass that had one, with one host sync; None if none had.
@@ -286,7 +297,10 @@ class NonFiniteFinder:
     def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
         is_again = _is_in_backward()
         if not is_again and (not self._passes or self._passes[-1].is_over_before(number, module)):
-            self._passes.append(_Pass(self._unused))
+            for key, handle in list(self._leaves.items()):
+                if handle.hooks_dict_ref() is None:  # the tensor was freed
+                    del self._leaves[key]
+            self._passes.append(_Pass(self._unused, self._leaves))
             if len(self._passes) > _KEPT:
                 self._passes.popleft().drop()
         if not self._passes:
@@ -320,11 +334,11 @@ def _is_in_backward() -> bool:
 
 def _calls_itself(module: Any) -> bool:
     """Whether a call of a module that begins now is inside of another one."""
-    calls, frame = 0, sys._getframe()
+    calls, frame = 0, cast(Any, sys._getframe())
     while frame is not None:
         is_call = frame.f_code is torch.nn.Module._call_impl.__code__
         calls += is_call and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return calls > 1
 
 

@@ -448,6 +448,32 @@ def test_removed_hooks_see_nothing() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
+    """It outlives the passes, each of which wants its gradient."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.times = nn.Parameter(torch.ones(8)), Op(torch.mul)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.times(self.queries, x)
+
+    model = Queries()
+    with ampfast.find_nonfinite(model) as finder:
+        for _ in range(3):
+            train(model)
+        rows = finder._passes[0].rows
+        model(torch.rand(4, 8, requires_grad=True)).sum().backward(torch.tensor(NAN))
+        assert finder._passes[0].rows == rows
+        assert len(model.queries._backward_hooks or {}) == 1
+        fault = finder.report()
+        assert fault is not None and (fault.where, fault.passes_ago) == ("gradient", 0)
+        train(model)
+        assert len(finder._leaves) == 1
+    assert not model.queries._backward_hooks
+
+
 class Waits(TorchDispatchMode):
     """Notes the ops for which a host waits."""
 
