@@ -6,8 +6,8 @@ import math
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -24,6 +24,7 @@ from ampfast.backends.torch_ops import TensorList
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
 
+_functorch = torch._C._functorch
 # Forward passes of the model that are kept.
 _KEPT = 64
 _DTYPES = {
@@ -112,6 +113,8 @@ class _Table:
 
     def read(self, tensor: Tensor, number: int) -> None:
         """Writes a row; NaN wins over other magnitudes."""
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
         if hasattr(tensor, "to_local"):
             with torch.no_grad():
                 tensor = tensor.to_local()
@@ -342,20 +345,31 @@ def _calls_itself(module: Any) -> bool:
     return calls > 1
 
 
-def _floating(values: Any) -> Iterator[Tensor]:
-    """The tensors in a structure whose values may be infinite."""
+def _floating(values: Any, depth: int = 16) -> Iterator[Tensor]:
+    """The tensors in a structure, of at most a depth, whose values may be infinite."""
     if isinstance(values, Tensor):
-        if values.dtype in _DTYPES and not values.is_meta:
+        if values.dtype in _DTYPES and _is_readable(values):
             yield values
+    elif type(values) in _PLAIN or depth == 0:
+        return
     elif type(values) in (tuple, list):
         for each in values:
-            yield from _floating(each)
-    elif type(values) is dict:
-        yield from _floating(tuple(values.values()))
-    elif type(values) not in _PLAIN:
+            yield from _floating(each, depth - 1)
+    elif isinstance(values, Mapping):
+        yield from _floating(tuple(values.values()), depth - 1)
+    elif is_dataclass(values):
+        found = [getattr(values, each.name, None) for each in fields(values)]
+        yield from _floating(found, depth - 1)
+    else:
         leaves = tree_leaves(values)
         if leaves and leaves[0] is not values:  # else it is a leaf
-            yield from _floating(leaves)
+            yield from _floating(leaves, depth - 1)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor's values are in memory as of a dense one; fake tensors have none."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return is_dense and (type(tensor) is Tensor or not hasattr(tensor, "fake_mode"))
 
 
 def find_nonfinite(model: torch.nn.Module) -> NonFiniteFinder:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -437,6 +440,77 @@ def test_tensors_in_structures_and_keywords() -> None:
     fault = finder.report()
     assert fault is not None and (fault.module, fault.kind, fault.largest) == ("", "nan", 7.0)
     assert str(fault).startswith("the model (Many): output became NaN")
+
+
+@dataclass
+class Outputs:
+    hidden: Any
+    loss: Tensor | None = None
+
+
+class Batch(dict[str, Tensor]):
+    """A mapping that torch's trees take for a leaf, as `transformers.BatchEncoding` is one."""
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Outputs,
+        lambda x: Outputs([x]),
+        lambda x: Batch(x=x),
+        lambda x: UserDict(x=x),
+        lambda x: [Outputs({"x": UserDict(x=x)})],
+    ],
+)
+def test_tensors_in_dataclasses_and_mappings(structure: Callable[[Tensor], Any]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Op(lambda x: structure(x * INF)))
+    with ampfast.find_nonfinite(model) as finder:
+        model(torch.rand(4, 8))
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.inputs_finite) == ("1", True)
+
+
+def test_a_structure_that_holds_itself() -> None:
+    outputs = Outputs(None)
+    outputs.hidden = [outputs]
+    with ampfast.find_nonfinite(nn.Identity()) as finder:
+        finder._modules[0][1](outputs)
+    assert finder.report() is None
+
+
+def test_tensors_without_dense_values_are_left_alone() -> None:
+    def made(x: Tensor) -> list[Tensor]:
+        nested = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+        with FakeTensorMode():
+            fake = torch.ones(2)
+        return [x.to_sparse(), fake, nested]
+
+    model = nn.Sequential(Op(made), Op(lambda values: values[0].to_dense() * INF))
+    with ampfast.find_nonfinite(model) as finder:
+        model(torch.ones(2, 2))
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.largest) == ("1", None)
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, params, x: torch.func.grad(f)(params, x),
+    "vmap": lambda f, params, x: torch.func.vmap(f, in_dims=(None, 0))(params, x),
+    "by sample": lambda f, params, x: torch.func.vmap(torch.func.grad(f), (None, 0))(params, x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_transforms(name: str) -> None:
+    model = net_around(Op(lambda x: x * INF))
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.functional_call(model, params, (x,)).sum()
+
+    with ampfast.find_nonfinite(model) as finder:
+        TRANSFORMS[name](loss, params, torch.rand(4, 8))
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.inputs_finite) == ("2", True)
 
 
 def test_removed_hooks_see_nothing() -> None:
