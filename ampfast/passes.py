@@ -463,7 +463,9 @@ class Passes(TorchGradScaler):
             tracked=self._track is not None,
             casts=casts_of(optimizer),
         )
-        scale = None if self._track is None else self._get_scale_async()
+        # A disabled scaler has no steps.
+        tracks = self._enabled and self._track is not None
+        scale = self._get_scale_async() if tracks else None
         if scale is not None:
             words = self._loss_scale.words_on(scale.device)
             grads.track_on = self._tracking.start(optimizer, grads.groups, words)
