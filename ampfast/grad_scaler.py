@@ -722,6 +722,15 @@ class GradScaler(Passes):
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))
 
+    def _report_or_reason(self) -> OverflowReport | str | None:
+        """The report of this rank, or why there is none, for texts; None without `track`."""
+        if self._track is None:
+            return None
+        try:
+            return self.overflow_report(local=True)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+
     def grad_norms(self) -> NormReport:
         """Returns the norms of each parameter's gradient in the last 128 steps.
 
@@ -1105,8 +1114,7 @@ class GradScaler(Passes):
             loss_scale.check_min_scale()
         limit, words = self._skip_limit, loss_scale.words
         if limit is not None and words is not None and not was_set and limit.is_reached(words):
-            tracks = self._track is not None
-            raise limit.error(self.stats(), self.overflow_report(local=True) if tracks else None)
+            raise limit.error(self.stats(), self._report_or_reason())
 
 
 def _is_unscaled(turn: dict[str, Any]) -> bool:
