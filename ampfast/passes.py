@@ -310,7 +310,8 @@ class Passes(TorchGradScaler):
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
-        if scale is not None:
+        # With a scale of the optimizer's own it sees other values than the policy.
+        if scale is not None and scale is self._scale:
             self._observe_clip(terms, agreement, norm.device)
         if overridden:
             clipping.take_flags(terms, turns, and_found=spikes is not None)

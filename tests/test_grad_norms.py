@@ -220,6 +220,22 @@ def test_beside_a_policy_and_a_limit() -> None:
     assert states[0][1] == 1
 
 
+@pytest.mark.parametrize("options", [{"track": "norms"}, {"skip_above": 1e9}], ids=str)
+def test_a_policy_does_not_follow_an_optimizer_with_a_scale_of_its_own(options: Any) -> None:
+    states = []
+    for given in ({}, options):
+        params = parameters()
+        optimizer = KINDS["fused"](params)
+        scaler = started(GradScaler, policy=LogMax(), **given)
+        for step in range(3):
+            scaler.scale(torch.ones(()))
+            fill(params, step, 8.0)
+            optimizer.grad_scale = torch.tensor(2.0)
+            take(scaler, optimizer, "step")
+        states.append([scaler.state_dict(), *(param.detach() for param in params)])
+    assert_same(*states)
+
+
 def test_a_guard_keeps_norms_too() -> None:
     params = parameters()
     expected, guard = fill(params, 1, 1.0), StepGuard("cpu", track="norms")
