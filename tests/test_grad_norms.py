@@ -201,7 +201,7 @@ def test_parameters_that_join_keep_what_is_known() -> None:
     take(scaler, optimizer, "step")
     old, new = scaler.grad_norms().parameters
     assert (old.last, old.mean, old.largest) == (4.0, 3.0, 4.0)
-    assert (new.last, new.largest) == (1.0, 1.0)
+    assert (new.last, new.mean, new.largest) == (1.0, 1.0, 1.0)
 
 
 def test_beside_a_policy_and_a_limit() -> None:
