@@ -122,7 +122,8 @@ def measure(
 def _coefficient(norm: Tensor, limit: Tensor) -> Tensor:
     """Clip coefficient of a limit that is a tensor, NaN if nothing is known yet."""
     clipped = (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
-    clipped = torch.where((norm <= limit) | limit.isnan(), 1.0, clipped)
+    # Limits are of norms in float32.
+    clipped = torch.where((norm.float() <= limit) | limit.isnan(), 1.0, clipped)
     # As by a limit that is a number: the norm of finite gradients has overflowed.
     return torch.where(norm.isinf(), 0.0, clipped)
 

@@ -144,6 +144,18 @@ def test_a_step_within_the_limit_is_that_of_no_limit(rule: Any) -> None:
     assert_same(*ends)
 
 
+@pytest.mark.parametrize("rule", [ZScore(), Percentile(100)], ids=str)
+@pytest.mark.parametrize("norm", [1e-50, 1e-9, 1e-6, 1.1, 1e60])
+def test_a_float64_norm_within_the_limit_clips_nothing(rule: Any, norm: float) -> None:
+    """Also where it is above its value in float32."""
+    for factor in (1 - 1e-9, 1.0, 1 + 1e-9):
+        scaler = started(GradScaler)
+        optimizer = sgd_with(torch.tensor([norm * factor * 8], dtype=torch.float64))
+        scaler.clip_grad_norm_(optimizer, rule)
+        grad = optimizer.param_groups[0]["params"][0].grad
+        assert grad.item() == norm * factor * 8 * 0.125
+
+
 @BY_RULE
 def test_a_norm_that_overflows_makes_finite_gradients_0(rule: Any) -> None:
     """As with a limit that is a number, also before any norm is known."""
