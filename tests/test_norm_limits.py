@@ -237,7 +237,8 @@ def test_loading_goes_back_in_a_running_training(rule: Any) -> None:
     for norm in norms_of(8, 5):
         clipped(scaler, optimizer, norm, rule)
     assert scaler.state_dict() != state
-    scaler.load_state_dict(state)
+    with torch.device("meta"):  # as while a large model is made
+        scaler.load_state_dict(state)
     assert scaler.state_dict() == state
 
 
@@ -260,7 +261,7 @@ def test_another_rule_begins_anew() -> None:
 
 @pytest.mark.parametrize(
     "damaged",
-    [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]]],
+    [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]], [[2.5, 1.0]], [[1e300, 1.0]]],
     ids=str,
 )
 def test_damaged_checkpoints_load_nothing(damaged: Any) -> None:
