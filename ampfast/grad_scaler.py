@@ -811,9 +811,7 @@ class GradScaler(Passes):
         if self._enabled and (norms or histories or not self._dynamic or not is_torchs):
             entry = {} if is_torchs else loss_scale.state_dict()
             # Without norms, too: torch.distributed.checkpoint loads only what is there already.
-            state["ampfast"] = {**entry, "norms": norms}
-            if histories:
-                state["ampfast"]["limits"] = histories
+            state["ampfast"] = {**entry, "norms": norms, "limits": histories}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

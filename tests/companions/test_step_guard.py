@@ -248,7 +248,10 @@ def test_copies_are_guards(copied: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"min_scale": 1.0}], ids=["guard", "limits"])
-def test_distributed_checkpoints_keep_norms(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [1.0, ampfast.ZScore(), ampfast.Percentile(10, window=4)], ids=str)
+def test_distributed_checkpoints_keep_norms(
+    options: dict[str, Any], rule: Any, tmp_path: Path
+) -> None:
     make = partial(ampfast.GradScaler, **options) if options else ampfast.StepGuard
     saved, loaded = make("cpu"), make("cpu")
     param = nn.Parameter(torch.zeros(1))
@@ -256,12 +259,13 @@ def test_distributed_checkpoints_keep_norms(options: dict[str, Any], tmp_path: P
     for norm in (1.0, 2.0, 3.0):
         saved.scale(torch.zeros(()))
         param.grad = torch.tensor([norm * saved.get_scale()])
-        saved.clip_grad_norm_(optimizer, 1.0, skip_above=ampfast.Sigmas(6, window=4))
+        saved.clip_grad_norm_(optimizer, rule, skip_above=ampfast.Sigmas(6, window=4))
         stepped(saved, optimizer)
     checkpoint.save({"scaler": saved}, checkpoint_id=tmp_path)
     checkpoint.load({"scaler": loaded}, checkpoint_id=tmp_path)
     assert loaded.state_dict() == saved.state_dict()
     assert loaded.state_dict()["ampfast"]["norms"] == [[1.0, 2.0, 3.0]]
+    assert len(loaded.state_dict()["ampfast"]["limits"]) == (rule != 1.0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
