@@ -738,13 +738,20 @@ class GradScaler(Passes):
         asks, with one host sync. Of a distributed gradient it is the norm of this rank's part.
 
         Raises:
-            RuntimeError: Without `track="norms"`, or under capture.
+            RuntimeError: Without `track="norms"`, under capture, or if an override of a hook keeps
+                the gradients from being measured.
             ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
         if self._track != "norms":
             raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
         refuse_capture("a report that the host reads", "ask after the replay")
-        return self._tracking.norm_report(self._names)
+        report = self._tracking.norm_report(self._names)
+        if self._enabled and not report.parameters and overrides(self, _HOOKS):
+            raise RuntimeError(
+                f"grad_norms() knows nothing: {type(self).__name__} overrides a hook, and then "
+                "only clip_grad_norm_() measures"
+            )
+        return report
 
     def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
         """Returns how an optimizer's gradients fit the range of float16 at the current scale.

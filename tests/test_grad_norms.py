@@ -271,6 +271,23 @@ def test_what_is_refused() -> None:
     assert disabled.grad_norms().parameters == ()
 
 
+def test_where_a_hook_is_overridden_only_a_clip_measures() -> None:
+    class Own(GradScaler):
+        def unscale_(self, optimizer: Any) -> None:
+            super().unscale_(optimizer)
+
+    params = parameters()
+    optimizer, scaler = KINDS["plain"](params), started(Own, track="norms")
+    for way in ("step", "unscale_"):
+        fill(params, 1, 8.0)
+        take(scaler, optimizer, way)
+        with pytest.raises(RuntimeError, match=r"Own overrides a hook, .* clip_grad_norm_\(\)"):
+            scaler.grad_norms()
+    expected = fill(params, 2, 8.0)
+    take(scaler, optimizer, "clip")
+    assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
+
+
 def test_copies_measure_too() -> None:
     params = parameters()
     optimizer, scaler = KINDS["plain"](params), started(GradScaler, track="norms")
