@@ -330,6 +330,18 @@ class NonFiniteFinder:
             one.forget()
 
 
+def remove_with(owner: object, finder: NonFiniteFinder) -> None:
+    """Has the hooks removed when an object dies, which does not keep them alive."""
+    reference = weakref.ref(finder)
+
+    def remove() -> None:
+        living = reference()
+        if living is not None:
+            living.remove()
+
+    weakref.finalize(owner, remove).atexit = False
+
+
 def _is_in_backward() -> bool:
     """Whether this is a checkpointed block that runs again."""
     return torch._C._current_graph_task_id() != -1

@@ -30,7 +30,7 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, not_compiled, warn_caller
-from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite
+from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite, remove_with
 from ampfast.grad_norms import NormReport
 from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import Methods, original_methods
@@ -689,6 +689,7 @@ class GradScaler(Passes):
             if self._finder is not None:
                 self._finder.remove()
             self._finder = find_nonfinite(model)
+            remove_with(self, self._finder)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -546,6 +549,27 @@ def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
         train(model)
         assert len(finder._leaves) == 1
     assert not model.queries._backward_hooks
+
+
+def test_the_hooks_of_a_scaler_go_with_it() -> None:
+    model = net_around(nn.Tanh())
+    for _ in range(3):
+        scaler = ampfast.GradScaler("cpu", track="modules")
+        scaler.name_parameters(model)
+        again = copy.deepcopy(scaler)
+        assert [len(each._forward_hooks) for each in model.modules()] == [1] * 5
+        del scaler
+        for each in model.modules():
+            assert not each._forward_hooks
+        again.name_parameters(model)
+        del again
+    scaler = ampfast.GradScaler("cpu", track="modules")
+    scaler.name_parameters(model)
+    model_lives = weakref.ref(model)
+    scaler.name_parameters(nn.Tanh())
+    del model, each
+    gc.collect()
+    assert model_lives() is None
 
 
 class Waits(TorchDispatchMode):
