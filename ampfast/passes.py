@@ -338,6 +338,7 @@ class Passes(TorchGradScaler):
                 each,
                 scale,
                 writes=not deferred and not (writes_nothing and casts_of(each) is None),
+                allow_fp16=deferred,
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
@@ -385,7 +386,10 @@ class Passes(TorchGradScaler):
     ) -> Tensor:
         """The joint norm of gradients, which are scaled by `scales` and stay so."""
         pairs = zip(optimizers, scales, strict=True)
-        terms = [self._norm_term(each, its_scale, writes=False) for each, its_scale in pairs]
+        terms = [
+            self._norm_term(each, its_scale, writes=False, allow_fp16=True)
+            for each, its_scale in pairs
+        ]
         saved: list[tuple[Tensor, Tensor]] = []
         try:
             if scale is not None and clipping.share_memory(terms):
@@ -441,7 +445,7 @@ class Passes(TorchGradScaler):
         self, optimizer: Any, scale: Tensor | None, *, writes: bool, allow_fp16: bool = False
     ) -> clipping.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
-        allow_fp16 = allow_fp16 or scale is None or self._allow_fp16 or not writes
+        allow_fp16 = allow_fp16 or scale is None or self._allow_fp16
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
         return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
 

@@ -288,6 +288,24 @@ def test_a_norm_that_clips_nothing_is_only_read(name: str, launcher: ReferenceLa
         assert guard.skip_reason(optimizer) == reason
 
 
+@pytest.mark.parametrize("options", [{}, {"track": "norms"}, {"skip_above": 1.0}], ids=str)
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip"])
+def test_float16_gradients_are_refused_with_every_option(options: Any, call: str) -> None:
+    """Also where they are not written."""
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    param.grad, optimizer = torch.ones_like(param), torch.optim.SGD([param], lr=0.1)
+    for allow in (False, True):
+        guard = ampfast.StepGuard("cpu", allow_fp16=allow, **options)
+        guard.scale(torch.ones(()))
+        given = (optimizer, math.inf) if call == "clip" else (optimizer,)
+        method = getattr(guard, "clip_grad_norm_" if call == "clip" else call)
+        if allow:
+            method(*given)
+            continue
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            method(*given)
+
+
 def test_a_guard_without_a_loss_says_what_to_call() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(AssertionError) as caught:
