@@ -233,6 +233,9 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
         for number, reduced in term.grads.shards.reduced():
             row = torch_ops.norms([reduced], term.inverse_on(reduced.device))
             term.sums.append(row)
+            if term.grads.track_on is not None:
+                table, now = term.grads.track_on(reduced.device)
+                torch_ops.mark_(table, now, [number], row[1:])
             counts = agreement.counts(term.grads.layouts[number], marks.get(number))
             term.counted += [row] if counts else []
             flags.setdefault(row.device, []).append((~row[1].isfinite()).float())
