@@ -10,6 +10,7 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
@@ -728,9 +729,12 @@ class GradScaler(Passes):
         if self._track is None:
             return None
         try:
-            return self.overflow_report(local=True)
+            report = self.overflow_report(local=True)
         except (RuntimeError, ValueError) as error:
             return str(error)
+        if report.step is None and dist.is_available() and dist.is_initialized():
+            return f"{report} This is the report of one rank: see those of the others."
+        return report
 
     def grad_norms(self) -> NormReport:
         """Returns the norms of each parameter's gradient in the last 128 steps.
