@@ -106,6 +106,25 @@ def test_the_error_has_counts_and_report() -> None:
     training.step(math.inf)
 
 
+def test_a_count_that_arrives_late_ends_no_training_that_went_on() -> None:
+    class Late:
+        """Copies as of a GPU, of which each arrives in the next step."""
+
+        numbers: list[int] | None = None
+
+        def latest(self, tensor: torch.Tensor, waits: bool = False) -> list[int] | None:
+            arrived, self.numbers = self.numbers, tensor.tolist()
+            return arrived
+
+    training = Training("plain", max_skips=2)
+    training.scaler._skip_limit._copies = Late()
+    training.step(math.inf)
+    training.step(math.inf)
+    with pytest.raises(FloatingPointError):
+        training.step(math.inf)
+    training.step(1.0)
+
+
 def test_the_error_tells_why_it_has_no_report() -> None:
     """It is no other error, for which a handler would not be made."""
 
