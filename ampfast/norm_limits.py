@@ -26,7 +26,7 @@ class Percentile:
 
     Attributes:
         percentile: From 0 to 100, interpolated linearly between two norms.
-        window: Number of norms, from 2 to 1,024.
+        window: Number of norms, from 3 to 1,024.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -41,7 +41,8 @@ class Percentile:
         if not 0 <= percentile <= 100:
             raise ValueError(f"percentile must be from 0 to 100, got {self.percentile}")
         object.__setattr__(self, "percentile", percentile)
-        require_int("window", self.window, 2, state_layout.RING_STEPS)
+        # From 3, so that no history is as long as one of ZScore.
+        require_int("window", self.window, 3, state_layout.RING_STEPS)
 
     @property
     def _words(self) -> int:
