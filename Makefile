@@ -76,8 +76,11 @@ help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
 	@sed -n '/^# /!d; s/^#   /  /p' $(MAKEFILE_LIST)
 
-demo: build/built  ## train with torch's scaler and with ours: what is equal, what only ours survives
-	PYTHONPATH=. $(RUN) examples/demo.py $(ARGS)
+# Where ampfast is installed, and what draws, nothing is built.
+INSTALLED := $(if $(filter demo,$(MAKECMDGOALS)),$(shell \
+	cd / && $(PYTHON) -c 'import ampfast, matplotlib, sklearn' 2>/dev/null && echo yes))
+demo: $(if $(INSTALLED),,build/built)  ## train with torch's scaler and with ours: what is equal, what only ours survives
+	$(if $(INSTALLED),$(PYTHON),PYTHONPATH=. $(RUN)) examples/demo.py $(ARGS)
 
 quick: build/built  ## run the product's own tests, in a minute
 	AMPFAST_FUZZ=60 $(PYTEST) -m "not slow and not sweep" tests/test_*.py $(ARGS)

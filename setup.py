@@ -186,6 +186,23 @@ def found(*patterns: str) -> list[str]:
     return sorted(file.relative_to(root).as_posix() for file in files)
 
 
+def units() -> list[str]:
+    """Returns the files to compile, some of which include several of our sources.
+
+    torch's headers take most of the time of a compilation, and two processes use two cores.
+    """
+    device = found("device_*.cpp", "cuda/bindings.cpp")
+    alone = found("cpu/instruction_set.cpp", "cuda/driver.cpp", "cuda/kernels.cpp")
+    host = [file for file in found("**/*.cpp") if file not in device + alone]
+    folder = Path(__file__).parent / "build" / "units"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, sources in (("device", device), ("host", host)):
+        unit, text = folder / f"{name}.cpp", "".join(f'#include "../../{s}"\n' for s in sources)
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+    return ["build/units/device.cpp", "build/units/host.cpp", *alone]
+
+
 def extension(torch: metadata.Distribution) -> dict[str, Any]:
     """Returns the arguments of setup() for a core that is built for the installed torch."""
     # torch looks for ninja on the PATH, which lacks the folder of an inactive virtual environment.
@@ -197,8 +214,8 @@ def extension(torch: metadata.Distribution) -> dict[str, Any]:
     compiling, linking = compile_flags([*cpp_extension.include_paths(), HEADERS])
     core = cpp_extension.CppExtension(
         "ampfast._C",
-        found("*.cpp", "cpu/*.cpp", "cuda/*.cpp"),
-        depends=found("**/*.h"),
+        units(),
+        depends=found("**/*.h", "**/*.cpp"),
         extra_compile_args={"cxx": compiling},
         extra_link_args=linking,
     )

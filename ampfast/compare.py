@@ -90,7 +90,8 @@ def run(
     if is_first_rank():
         print(json.dumps(facts, indent=2) if as_json else describe(facts))
         if plot is not None:
-            _draw(theirs, ours, plot)
+            title = f"{' '.join(called)}: {theirs[0]['steps']} steps"
+            _draw(theirs, ours, title, plot)
     return int(facts["verdict"] == "different")
 
 
@@ -303,6 +304,9 @@ def describe(facts: dict[str, Any]) -> str:
                 lines.append(f"{name}: equal bit for bit")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
+    if tells:
+        noise = f"{facts['noise']:.2f} times"
+        lines.append(f"Without the scaler, the steps of the runs differ {noise}.")
     steps, step = facts["torch_again"].values()
     told = f"differs from the first at step {step}: {_UNSEEDED}" if step else "equals the first."
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
@@ -355,7 +359,7 @@ def _table(theirs: _Record, ours: _Record, again: str, tells: bool) -> list[str]
     return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
 
 
-def _draw(theirs: list[_Record], ours: list[_Record], path: str) -> None:
+def _draw(theirs: list[_Record], ours: list[_Record], title: str, path: str) -> None:
     """Draws losses, scales and times of both runs, with a column for each scaler."""
     count = min(len(theirs), len(ours))
     figure = figure_of(6 * count, 8)
@@ -366,13 +370,19 @@ def _draw(theirs: list[_Record], ours: list[_Record], path: str) -> None:
         ):
             own = list(enumerate(record["times"]["own"]))
             lines = (record["values"]["losses"], record["values"]["scales"], own)
-            for panel, line in zip(column, lines, strict=True):
+            median = record["medians"].get("own")
+            labels = name, name, name if median is None else f"{name}, median {median:.3g} us"
+            for panel, line, label in zip(column, lines, labels, strict=True):
                 steps, values = [step + 1 for step, _ in line], [value for _, value in line]
                 # Several losses of a step are no line.
                 mark = "-" if len(set(steps)) == len(steps) else "."
-                panel.plot(steps, values, mark, color=color, lw=width, ms=2 * width, label=name)
+                panel.plot(steps, values, mark, color=color, lw=width, ms=2 * width, label=label)
         column[0].set(ylabel="loss")
-        column[1].set(ylabel="scale", yscale="log")
+        column[1].set(ylabel="scale")
+        column[1].set_yscale("log", base=2)
         column[2].set(ylabel="scaler's own time, us", yscale="log", xlabel="step")
+        column[2].xaxis.get_major_locator().set_params(integer=True)
         column[0].legend()
+        column[2].legend()
+    figure.suptitle(title)
     figure.savefig(path)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
@@ -19,39 +18,42 @@ from ampfast import (
     backends,
     capture,
     clipping,
-    distributed,
     late_backward,
     tracking,
 )
-from ampfast._version import __version__
-from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, is_found, overrides, riding
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.backends.scalars import joint_flag, moved
+from ampfast.backends.scalars import moved
 from ampfast.capture import is_capturing, refuse_capture
+from ampfast.diagnostics import Diagnostics
 from ampfast.errors import add_note, not_compiled, warn_caller
-from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite, remove_with
-from ampfast.grad_norms import NormReport
-from ampfast.health import GradientHealth, health_of
-from ampfast.hooks import Methods, original_methods
+from ampfast.fused_step import FusedSteps
+from ampfast.hooked_step import HookedSteps
+from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, is_static, require_static
 from ampfast.master_weights import MasterWeights
 from ampfast.norm_limits import NormLimit, limit_of, require_histories
 from ampfast.optimizers import (
     divides_by_itself,
     explain,
-    lacks_momentum,
-    legacy_step,
     no_inf_checks,
-    takes_grad_scaler,
 )
-from ampfast.passes import Passes
 from ampfast.policies import LogMax
-from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
-from ampfast.tracking import OverflowReport
-from ampfast.turn import NO_TURN, READY, STEPPED, UNSCALED, Flags, TorchGradScaler, Turn, new_turn
+from ampfast.turn import (
+    NO_TURN,
+    ONCE,
+    READY,
+    STEPPED,
+    UNSCALED,
+    Flags,
+    TorchGradScaler,
+    Turn,
+    is_unscaled,
+    new_turn,
+    not_ready,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,12 +70,10 @@ _OF_THIS_PROCESS = (
 # A pass that only casts.
 _CASTING = Pass(True, Factor.NONE)
 
-_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
-
 _FLOAT32 = torch.float32
 
 
-class GradScaler(Passes):
+class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     """A `torch.amp.GradScaler` that reads the gradients once and never corrupts a model.
 
     One iteration, for gradients g, scale s and optimizer o::
@@ -135,11 +135,7 @@ class GradScaler(Passes):
 
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
-    # Methods as they were, for `hooks.replace_method`.
-    _originals: ClassVar[tuple[Methods, ...]] = ()
-    _dynamic = True
     _warned_of_backward = _warned_of_zero = False
-    _finder: NonFiniteFinder | None = None
 
     def __init__(
         self,
@@ -217,10 +213,12 @@ class GradScaler(Passes):
         self.skip_above = skip_above
 
     def __repr__(self) -> str:
-        name, scale = type(self).__name__, self._scale if self._enabled else None
+        name = type(self).__name__
+        if not self._enabled:
+            return f"<{name}: disabled>"
+        scale = self._scale
         if scale is None:
-            state = f"scale {self._init_scale:g}, on no device yet" if self._enabled else "disabled"
-            return f"<{name}: {state}>"
+            return f"<{name}: scale {_power_of_2(self._init_scale)}, on no device yet>"
         if not scale.is_cpu:  # reading it would wait
             is_known = vars(self).get("_kernels")
             backend = f", backend {self._choice.name_for(scale.device)}" if is_known else ""
@@ -228,7 +226,8 @@ class GradScaler(Passes):
         words = self._loss_scale.words_on(scale.device)
         backend = self._choice.name_for(scale.device)
         steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
-        return f"<{name}: scale {scale:g}, {steps} steps, {skipped} skipped, backend {backend}>"
+        number = _power_of_2(scale.item())
+        return f"<{name}: scale {number}, {steps} steps, {skipped} skipped, backend {backend}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -311,7 +310,7 @@ class GradScaler(Passes):
             scale = self._checked_scale("unscale_")
         turn = self._turn(optimizer)
         if turn["stage"] is UNSCALED or turn["stage"] is STEPPED:
-            raise _not_ready(turn, "clip_grad_norm_() unscales, too.")
+            raise not_ready(turn, "clip_grad_norm_() unscales, too.")
         try:
             if overrides(self, _HOOKS):
                 TorchGradScaler.unscale_(self, optimizer)
@@ -351,7 +350,7 @@ class GradScaler(Passes):
         turn = self._turn(optimizer)
         if turn["stage"] is STEPPED:
             raise add_note(
-                RuntimeError("step() has already been called since the last update()."), _ONCE
+                RuntimeError("step() has already been called since the last update()."), ONCE
             )
         if turn.agreement is not None and turn["stage"] is not READY:
             self._agree(turn, turn.agreement, scale.device)  # retries a collective that failed
@@ -529,7 +528,7 @@ class GradScaler(Passes):
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), NO_TURN)
             if state["stage"] is not READY:
-                raise _not_ready(
+                raise not_ready(
                     state,
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
                     f"before step(). The optimizer: {type(each).__name__}.",
@@ -579,63 +578,13 @@ class GradScaler(Passes):
         if self._enabled:
             scale = self._checked_scale("grad_norm")
             if any(turn["stage"] is STEPPED for turn in turns):
-                raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
-        scales = [None if _is_unscaled(turn) else scale for turn in turns]
+                raise add_note(RuntimeError("grad_norm() is being called after step()."), ONCE)
+        scales = [None if is_unscaled(turn) else scale for turn in turns]
         norm = self._measure(optimizers, scales, order, scale)
         if self._enabled and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
         return norm
-
-    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Returns whether the optimizer's last check found a reason to skip; no host sync.
-
-        That is inf or NaN, or a norm above `skip_above`: `skip_reason` tells which.
-
-        Args:
-            optimizer: One that was given to `step` or `unscale_`.
-
-        Returns:
-            A new 0-dim float32 tensor, 0 or 1, on the device of the scale; 0 if disabled.
-
-        Raises:
-            LookupError: If this optimizer was never checked.
-        """
-        flags = self._last_flags(optimizer)
-        scale = self._get_scale_async() if self._enabled else None
-        device = torch.device("cpu") if scale is None else scale.device
-        return scalars.any_found(flags.values(), device)
-
-    def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether the optimizer's last step was skipped, with one host sync.
-
-        After `unscale_` alone it tells whether the step will be. Right for fused optimizers too.
-
-        Args:
-            optimizer: As for `found_inf`.
-
-        Raises:
-            LookupError: If this optimizer was never checked.
-        """
-        return self.skip_reason(optimizer) is not None
-
-    def skip_reason(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Returns why the optimizer's last step was skipped, with one host sync.
-
-        Args:
-            optimizer: As for `found_inf`.
-
-        Returns:
-            "overflow" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
-            skipped.
-
-        Raises:
-            LookupError: If this optimizer was never checked.
-        """
-        refuse_capture("a question that the host asks", "ask after the replay")
-        flags = list(self._last_flags(optimizer).values())
-        flag = joint_flag(flags, flags[0].device).item() if flags else 0
-        return None if flag == 0 else "overflow" if flag == 1 else "spike"
 
     def get_scale(self) -> float:
         """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
@@ -649,171 +598,6 @@ class GradScaler(Passes):
                 "update(new_scale), and look for NaN in the model or its input."
             )
         return scale
-
-    def stats(self) -> ScalerStats:
-        """Returns the counts of steps since the scaler was made, with one host sync.
-
-        Raises:
-            FloatingPointError: As `update`, with `on_min_scale="raise"`.
-        """
-        if not self._enabled:
-            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
-        if self._scale is None or self._growth_tracker is None:
-            scale = torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")
-            tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32, device="cpu")
-        else:
-            scale, tracker = self._scale, self._growth_tracker
-            refuse_capture("counts that the host reads", "read them after the replay")
-        return self._loss_scale.stats(scale, tracker)
-
-    def history(self) -> History:
-        """Returns the last 1,024 steps, with one host sync, or two with `LogMax`."""
-        refuse_capture("a history that the host reads", "read it after the replay")
-        return self._loss_scale.history()
-
-    def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
-        """Gives parameters the names under which `overflow_report` and `health` list them.
-
-        May be called at any time, and again for another model. Reports look names up in the
-        modules that have the parameters, which are not kept alive; a parameter of another pair
-        keeps its name while something else holds it. Names are not part of a pickle.
-
-        Args:
-            model: A module, or pairs as from its `named_parameters()`.
-
-        Raises:
-            TypeError: If it is something else.
-            ValueError: If a name is given twice.
-        """
-        self._names.give(tracking.named(model), model)
-        if self._track == "modules" and isinstance(model, torch.nn.Module):
-            if self._finder is not None:
-                self._finder.remove()
-            self._finder = find_nonfinite(model)
-            remove_with(self, self._finder)
-
-    def overflow_report(self, *, local: bool = False) -> OverflowReport:
-        """Returns the parameters with inf/NaN gradients in the last skipped step.
-
-        Values count as the optimizer would have used them. Counts are of living optimizers and are
-        in no pickle or checkpoint. One host sync.
-
-        With a `process_group` or distributed gradients all ranks must call this: their reports are
-        matched by the names and places of parameters, each count with its maximum.
-
-        Args:
-            local: Only the report of this rank, without a collective.
-
-        Raises:
-            RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
-                keeps the gradients from the kernels.
-            ValueError: If `name_parameters` named no parameter of one of the optimizers.
-        """
-        if self._track is None:
-            raise RuntimeError("overflow_report() needs a scaler made with track='overflow'")
-        refuse_capture("a report that the host reads", "ask after the replay")
-        if self._enabled and self._tracking.is_empty and overrides(self, _HOOKS):
-            raise RuntimeError(
-                f"overflow_report() knows nothing: {type(self).__name__} overrides a hook, and "
-                "only gradients that ampfast's own method reads are tracked"
-            )
-        report = self._tracking.overflow_report(self._names)
-        if self._finder is not None:
-            report = replace(report, module=self._finder.report())
-        if local or not self._enabled:
-            return report
-        return OverflowReport.of_all(self._ranks.gathered(report))
-
-    def _report_or_reason(self) -> OverflowReport | str | None:
-        """The report of this rank, or why there is none, for texts; None without `track`."""
-        if self._track is None:
-            return None
-        try:
-            report = self.overflow_report(local=True)
-        except (RuntimeError, ValueError) as error:
-            return str(error)
-        if report.step is None and dist.is_available() and dist.is_initialized():
-            return f"{report} This is the report of one rank: see those of the others."
-        return report
-
-    def grad_norms(self) -> NormReport:
-        """Returns the norms of each parameter's gradient in the last 128 steps.
-
-        They are measured in the pass that unscales or checks, and stay on the device until this
-        asks, with one host sync. Of a distributed gradient it is the norm of this rank's part.
-
-        Raises:
-            RuntimeError: Without `track="norms"`, under capture, or if an override of a hook keeps
-                the gradients from being measured.
-            ValueError: If `name_parameters` named no parameter of one of the optimizers.
-        """
-        if self._track != "norms":
-            raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
-        refuse_capture("a report that the host reads", "ask after the replay")
-        report = self._tracking.norm_report(self._names)
-        if self._enabled and not report.parameters and overrides(self, _HOOKS):
-            raise RuntimeError(
-                f"grad_norms() knows nothing: {type(self).__name__} overrides a hook, and then "
-                "only clip_grad_norm_() measures"
-            )
-        return report
-
-    def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
-        """Returns how an optimizer's gradients fit the range of float16 at the current scale.
-
-        To be asked between `backward` and the optimizer's step. What `unscale_` has divided by the
-        scale counts as if it were not, and what was clipped as it is now. Gradients are only read,
-        by torch's ops, and the host waits for them. Of distributed ones this rank's shards count.
-        A disabled scaler's scale is 1.
-
-        Args:
-            optimizer: Any object with `param_groups`.
-
-        Raises:
-            AssertionError: If nothing was scaled yet.
-            RuntimeError: After `step`, or under capture.
-            ValueError: If `name_parameters` named no parameter of the optimizer.
-        """
-        refuse_capture("a report that the host reads", "ask outside of the graph")
-        turn: dict[str, Any] = NO_TURN
-        scale = 1.0
-        if self._enabled:
-            scale = self._checked_scale("health").item()
-            turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
-        if turn["stage"] is STEPPED:
-            raise add_note(RuntimeError("health() is being called after step()."), _ONCE)
-        try:
-            return health_of(optimizer, self._names, scale, scale if _is_unscaled(turn) else 1.0)
-        except AttributeError as error:
-            explain(error, optimizer, "param_groups")
-            raise
-
-    def check_ranks(self) -> None:
-        """Raises the same error on every rank if their scalers' settings or states differ.
-
-        A collective call on the process group, or the default group where the scaler has none;
-        without an initialised group it does nothing. Compared are the constructor's arguments,
-        except `backend`, the scale, its counters, and the versions of torch and ampfast, with host
-        syncs; less of disabled scalers.
-
-        Raises:
-            RuntimeError: Naming what differs on which ranks, or under capture.
-        """
-        refuse_capture("a comparison that the host makes", "compare after the replay")
-        settings = {
-            "enabled": self._enabled,
-            "device": torch.device(self._device).type,
-            **{name.strip("_"): value for name, value in super().state_dict().items()},
-            **self._loss_scale.settings(),
-            "dynamic": self._dynamic,
-            "allow_fp16": self._allow_fp16,
-            "track": self._track,
-            "skip_above": self._skip_above,
-            "max_skips": self.max_skips,
-            "torch": str(torch.__version__),
-            "ampfast": __version__,
-        }
-        distributed.require_same(settings, self._ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's; with a policy, `dynamic=False` or norms of steps one more, "ampfast"."""
@@ -935,43 +719,6 @@ class GradScaler(Passes):
             found = bool(sum(flag.item() for flag in flags.values()))
         return None if found else optimizer.step(*args, **kwargs)
 
-    def _torchs_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> float | None:
-        try:
-            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
-        except AttributeError as error:
-            explain(error, optimizer, "step")
-            raise
-
-    def _step_hooked(
-        self,
-        optimizer: torch.optim.Optimizer,
-        turn: Turn,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> float | None:
-        """torch's `step` where a subclass or an instance overrides one of the hooks.
-
-        Except for an optimizer that torch would misjudge, or warn of at a line of this file.
-        """
-        if isinstance(optimizer, MasterWeights) and turn["stage"] is READY:
-            self.unscale_(optimizer)  # which casts
-        asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-        divides = asks and divides_by_itself(optimizer)
-        is_legacy = divides and takes_grad_scaler(optimizer.step)
-        if not asks or (divides and not is_legacy):
-            return self._torchs_step(optimizer, args, kwargs)
-        self._check_scale_growth_tracker("step")
-        if is_legacy:
-            return legacy_step(optimizer, self, args, kwargs)
-        # A wrapper of one that divides is stepped as a plain optimizer.
-        if turn["stage"] is READY:
-            self.unscale_(optimizer)
-        if not turn["found_inf_per_device"]:
-            raise no_inf_checks(optimizer)
-        return self._maybe_opt_step(optimizer, turn, *args, **kwargs)
-
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
         # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
         # unscales again.
@@ -979,16 +726,6 @@ class GradScaler(Passes):
         if steps and turn["stage"] is not READY and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))
-
-    def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
-        """Returns the flags of all ranks, after a hook has decided on this one's."""
-        turn = self._turn(optimizer)
-        agreement = self._ranks.agreement_on(optimizer)
-        flags: Flags = turn["found_inf_per_device"]
-        if agreement is not None and self._scale is not None:
-            turn.agreement = agreement
-            flags = self._agree(turn, agreement, self._scale.device)
-        return flags
 
     # The steps of the state machine.
 
@@ -1003,81 +740,6 @@ class GradScaler(Passes):
         if turn.ending is not None:
             work, turn.ending = riding(work, turn.ending), None
         self._pass(optimizer, turn, work, scale)
-
-    def _step_fused(
-        self,
-        optimizer: torch.optim.Optimizer,
-        turn: Turn,
-        scale: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> float | None:
-        """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
-        if takes_grad_scaler(optimizer.step):
-            return legacy_step(optimizer, self, args, kwargs)
-        found_inf, grad_scale = self._found_by_division(optimizer, turn, scale)
-        flags = turn["found_inf_per_device"]
-        turn.last_flags = flags  # there may be none
-        try:
-            optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            if isinstance(optimizer, torch.optim.SGD) and flags and lacks_momentum(optimizer):
-                refuse_capture(
-                    "the first step of a fused SGD with momentum, which may have to be skipped"
-                )
-                if found_inf.item():
-                    return None
-            result: float | None = optimizer.step(*args, **kwargs)
-            return result
-        finally:
-            # Without a call or loop, in which an interrupt would leave one.
-            try:  # noqa: SIM105
-                del optimizer.grad_scale  # type: ignore[attr-defined]
-            except AttributeError:
-                pass
-            try:  # noqa: SIM105
-                del optimizer.found_inf  # type: ignore[attr-defined]
-            except AttributeError:
-                pass
-
-    def _found_by_division(
-        self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
-    ) -> tuple[Any, Any]:
-        """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        casts_or_reads = isinstance(optimizer, MasterWeights) or self._is_guard
-        if casts_or_reads and turn["stage"] is READY:
-            self.unscale_(optimizer)
-        is_unscaled, is_new = turn["stage"] is UNSCALED, False
-        deferred = turn.divisor
-        if deferred is not None:
-            clipping.refuse_own_grad_scale(optimizer)
-            grad_scale: Any = deferred.clone()
-        elif is_unscaled:
-            grad_scale = getattr(optimizer, "grad_scale", None)
-        elif hasattr(optimizer, "grad_scale"):
-            grad_scale = scale * optimizer.grad_scale
-            if self._norm_limit is not None:
-                grad_scale, is_new = self._checked_by_scale(optimizer, turn, grad_scale), True
-        else:
-            grad_scale, is_new = self._checked_by_scale(optimizer, turn, scale), True
-        if not is_new and deferred is None and isinstance(grad_scale, Tensor):
-            # With a scale of the optimizer's own it sees other values than the policy.
-            work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
-            flags = self._pass(optimizer, None, work, scale, observes=False)
-            if is_unscaled:
-                # What unscale_ found counts too; in new tensors, for a caller may hold its own.
-                for device, flag in turn["found_inf_per_device"].items():
-                    flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
-            turn["found_inf_per_device"] = flags
-        flags = turn["found_inf_per_device"]
-        if is_new and len(flags) == 1 and scale.device in flags and self._norm_limit is None:
-            # Exactly 0 or 1; only another's optimizer may write it.
-            flag = flags[scale.device]
-            is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-            return flag if is_torchs else flag.clone(), grad_scale
-        # A spike's flag is 1 for torch's fused optimizers. Nothing checked is 0, as torch's sum
-        # over nothing.
-        return scalars.any_found(flags.values(), scale.device) if flags else 0, grad_scale
 
     # What the steps above ask for.
 
@@ -1097,20 +759,6 @@ class GradScaler(Passes):
             self._loss_scale.update_(*given, self._kernels, follows=False)
         self._loss_scale.reset_minimum()
 
-    def _checked_scale(self, method: str) -> Tensor:
-        """The scale, of which torch's own method checks that it was made."""
-        try:
-            self._check_scale_growth_tracker(method)
-        except AssertionError as error:
-            remedy = "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
-            if self._is_guard:
-                remedy = "Call scale(loss).backward(): a scale of 1 returns the loss itself."
-            add_note(error, remedy)
-            raise
-        if self._scale is None:
-            raise AssertionError(f"_scale is None in {method}")
-        return self._scale
-
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""
         self._per_optimizer_states = defaultdict(new_turn)
@@ -1127,17 +775,10 @@ class GradScaler(Passes):
             raise limit.error(self.stats(), self._report_or_reason())
 
 
-def _is_unscaled(turn: dict[str, Any]) -> bool:
-    """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
-    return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
-
-
-def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
-    """The error of torch's `unscale_` for an optimizer that is past its turn."""
-    text = "unscale_() is being called after step()."
-    if state["stage"] is UNSCALED:
-        text = "unscale_() has already been called on this optimizer since the last update()."
-    return add_note(RuntimeError(text), f"{note} {_ONCE}")
+def _power_of_2(scale: float) -> str:
+    """A scale for readers: 2^20, or a number."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 and exponent > 1 else f"{scale:g}"
 
 
 # The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run.

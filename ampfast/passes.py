@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch import Tensor
 from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, clip_to, riding
-from ampfast.backends.gpu import DeviceKernels, Ending
-from ampfast.errors import warn_caller
+from ampfast.errors import add_note, warn_caller
+from ampfast.hooks import Methods
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.max_skips import SkipLimit
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 class Passes(TorchGradScaler):
     """Passes over the gradients of optimizers; `GradScaler` is the state machine over them."""
 
+    # Methods as they were, for `hooks.replace_method`.
+    _originals: ClassVar[tuple[Methods, ...]] = ()
     # Whether the scaler agrees with all ranks where no group is given.
     _is_for_all = False
 
     # On the class for instances that torch pickled or whose __init__ was not called.
     _allow_fp16 = False
+    _dynamic = True
     _backend: str | None = None
     # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
     _is_guard = False
@@ -208,6 +211,20 @@ class Passes(TorchGradScaler):
         turn.agreement = None
         return flags[0]
 
+    def _checked_scale(self, method: str) -> Tensor:
+        """The scale, of which torch's own method checks that it was made."""
+        try:
+            self._check_scale_growth_tracker(method)
+        except AssertionError as error:
+            remedy = "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+            if self._is_guard:
+                remedy = "Call scale(loss).backward(): a scale of 1 returns the loss itself."
+            add_note(error, remedy)
+            raise
+        if self._scale is None:
+            raise AssertionError(f"_scale is None in {method}")
+        return self._scale
+
     def _flags(self, scale: Tensor, but: int | None = None) -> list[Tensor]:
         """The found_inf tensors of this iteration, on which ranks agree, but one optimizer's."""
         flags: list[Tensor] = []
@@ -216,38 +233,6 @@ class Passes(TorchGradScaler):
                 self._agree(turn, turn.agreement, scale.device)
             flags += turn["found_inf_per_device"].values() if key != but else ()
         return flags
-
-    def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
-        """The flags of the optimizer's last check, by device; none if disabled."""
-        if not self._enabled:
-            return {}
-        turn = self._last_turns.get(optimizer)
-        flags = None if turn is None else turn.get("found_inf_per_device") or turn.last_flags
-        if flags is None:
-            raise LookupError(
-                f"this optimizer ({type(optimizer).__name__}) was never checked: "
-                "call step() or unscale_() first"
-            )
-        return flags
-
-    def _checked_by_scale(
-        self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
-    ) -> Tensor | None:
-        """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
-        if self._passes_scale is not scale:
-            self._make_passes(scale)
-        if self._norm_limit is not None:
-            # Not in its own, since nothing is written: a step that raises may be repeated.
-            found = new_turn()
-            self._unscale_below(self._norm_limit, optimizer, found, scale, defers=True)
-            turn["found_inf_per_device"] = found["found_inf_per_device"]
-            return found.divisor
-        work, ending = self._check_pass, None
-        if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
-            ending, turn.ending = turn.ending or Ending(None, scale), None
-            work = riding(work, ending)
-        turn["found_inf_per_device"] = self._pass(optimizer, None, work, scale)
-        return ending.divisor if ending is not None and ending.applied else scale.clone()
 
     def _unscale_below(
         self, limit: float | Sigmas, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool

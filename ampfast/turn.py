@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ampfast.errors import add_note
+
 if TYPE_CHECKING:
     from ampfast.backends.gpu import Ending
     from ampfast.distributed import Agreement
@@ -18,6 +20,8 @@ else:
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
 Flags = dict[Any, Tensor]
+
+ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 READY, UNSCALED, STEPPED = OptState
@@ -65,3 +69,16 @@ def begin(turns: list[Turn], agreement: Agreement | None = None) -> None:
             turn.agreement = agreement
         turn["found_inf_per_device"] = {flag.device: flag}
         turn["stage"] = UNSCALED
+
+
+def is_unscaled(turn: dict[str, Any]) -> bool:
+    """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
+    return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
+
+
+def not_ready(turn: dict[str, Any], note: str) -> RuntimeError:
+    """Returns the error of torch's `unscale_` for an optimizer that is past its turn."""
+    text = "unscale_() is being called after step()."
+    if turn["stage"] is UNSCALED:
+        text = "unscale_() has already been called on this optimizer since the last update()."
+    return add_note(RuntimeError(text), f"{note} {ONCE}")

@@ -66,6 +66,8 @@ def print_times(kernels: str, rounds: int, calls: int) -> None:
 
 def give_kernels(kind: str) -> str:
     """Gives CPU tensors the kernels of a GPU, which do not run; returns their name."""
+    if torch.version.cuda is not None:
+        sys.exit("launches: needs a CPU build of torch; others call the idle driver themselves")
     sys.path += [str(ROOT / "tests"), str(ROOT / "tools" / "ptx_emulator")]
     os.environ.setdefault("PTX_EMULATOR_CACHE", str(ROOT / "build" / "ptx"))
     name, launcher = PREPARE[kind]()

@@ -160,11 +160,11 @@ PyObject* run_on(PyObject* const* args) {
 }
 
 // clip_on(launcher, clip)
-PyObject* clip_on(PyObject* const* args) {
+PyObject* call_clip_on(PyObject* const* args) {
   const at::Tensor* sums = ClipTuple(args[1]).tensor(ClipTuple::kSums);
   TORCH_CHECK_TYPE(sums != nullptr, "a Clip has sums and a norm");
   clip_of(args[1], sums->device());
-  ampfast::clip_on(args[0], args[1]);
+  clip_on(args[0], args[1]);
   return nullptr;
 }
 
@@ -381,7 +381,7 @@ PyObject* triton_update_scale(PyObject* const* args) {
 void bind_device_kernels(py::module_& m) {
   add_call<require_pass, 2>(m, "require_pass");
   add_call<run_on, 3>(m, "run_on");
-  add_call<clip_on, 2>(m, "clip_on");
+  add_call<call_clip_on, 2>(m, "clip_on");
   add_call<update_on, 2>(m, "update_on");
   add_call<riding, 2>(m, "riding");
   add_call<triton_multi_tensor, 6>(m, "triton_multi_tensor");

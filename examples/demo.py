@@ -1,7 +1,7 @@
-"""What torch's scaler and ampfast's do alike, and what only ampfast's survives, in one picture.
+"""What torch's scaler and ampfast's do alike, and what only ampfast's survives.
 
-The same training bit for bit; fused SGD whose first step overflows; bad batches. Needs scikit-learn
-and matplotlib. Prints a table and draws the picture:
+Prints a table of one training, equal bit for bit, and draws two: fused SGD whose first step
+overflows, and bad batches. Needs scikit-learn and matplotlib:
 
     python examples/demo.py --steps 100
 """
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress, takewhile
+from itertools import takewhile
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -50,14 +50,6 @@ TIMING = (
     "steps; on a GPU the clock is read when the GPU is idle. The runs take turns at each step, so "
     "that all meet the same state of the machine. Its share of a whole step depends on the net: "
     "here it is small, and beside forward and backward the scaler hardly counts."
-)
-
-# Line and mark of each run, narrower and darker than those before, so that curves that coincide
-# stay visible, in grey as well.
-STYLES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    ({"color": "#9ecae1", "lw": 6}, {"color": "#3182bd", "marker": "o", "ms": 11, "mfc": "none"}),
-    ({"color": "#e6740b", "lw": 2.4}, {"color": "#b30000", "marker": "x", "ms": 7, "mew": 1.8}),
-    ({"color": "black", "lw": 0.9, "ls": (0, (3, 2))}, {"color": "black", "marker": ".", "ms": 4}),
 )
 
 _PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
@@ -255,7 +247,7 @@ def run(steps: int, device: str | None, seed: int, output: Path) -> int:
             f"Test loss after {BAD_STEPS} steps in bfloat16: {ends}; {len(skipped)} steps skipped.",
         ]
         print(outcome.table(), *map(_wrap, said), sep="\n")
-        _draw(outcome, sgd, curves, skipped, said, output)
+        _draw(sgd, curves, skipped, output)
     except _DemoError as error:
         print(f"ampfast demo: {error}", file=sys.stderr)
         return 2
@@ -473,55 +465,33 @@ def _deterministic(seed: int) -> Iterator[None]:
 
 
 def _draw(
-    outcome: Outcome,
     sgd: dict[str, list[list[float]]],
     curves: dict[str, list[float]],
     bad_skipped: list[int],
-    said: list[str],
     path: Path,
 ) -> None:
-    """Writes a PNG: the same training on the left, fused SGD and bad batches on the right."""
+    """Writes a PNG: fused SGD on the left, bad batches on the right."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    steps = range(1, len(outcome.runs[0].losses) + 1)
-    figure = Figure(figsize=(14, 8), dpi=120, layout="constrained")
-    (loss_axes, sgd_axes), (scale_axes, bad_axes) = figure.subplots(2, 2)
-    for run, (line, mark) in zip(outcome.runs, STYLES, strict=True):
-        loss_axes.plot(steps, run.losses, label=run.label, **line)
-        scale_axes.step(steps, run.scales[:-1], where="mid", **line)
-        skipped = [list(compress(values, run.skipped)) for values in (steps, run.scales)]
-        scale_axes.plot(*skipped, label=f"step skipped by {run.label}", ls="", zorder=3, **mark)
-    loss_axes.set(yscale="log", ylabel="training loss (cross-entropy, nats)")
-    scale_axes.set_yscale("log", base=2)
-    scale_axes.set(xlabel="training step", ylabel="loss scale (factor, no unit)")
-    scale_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    same = "equal bit for bit" if outcome.equal else "the runs DIFFER"
-    loss_axes.set_title(f"the same training: {same}")
-
+    figure = Figure(figsize=(10, 4), dpi=140, layout="constrained")
+    sgd_axes, bad_axes = figure.subplots(1, 2)
     for (name, runs), color in zip(sgd.items(), ("#b30000", "#3182bd"), strict=True):
         for number, curve in enumerate(runs):
             style = {"color": color, "lw": 1, "alpha": 0.7}
             _plot_finite(sgd_axes, 1, curve, "_" if number else name, style)
-    sgd_axes.set(title=f"fused SGD, first step overflows, {SEEDS} seeds", ylabel="training loss")
+    sgd_axes.set(title=f"float16, fused SGD: the first step overflows, {SEEDS} seeds")
+    sgd_axes.set(xlabel="training step", ylabel="training loss")
     for (way, curve), color in zip(curves.items(), ("#c8ccd1", "#b30000", "#3182bd"), strict=True):
         width = 5 if way == "no bad batches" else 1.5
         _plot_finite(bad_axes, 4, curve, way, {"color": color, "lw": width})
     ticks = {"marker": "^", "ls": "", "color": "tab:orange", "clip_on": False}
     bottom = {"transform": bad_axes.get_xaxis_transform(), "label": "skipped step"}
     bad_axes.plot([step + 1 for step in bad_skipped], [0.0] * len(bad_skipped), **ticks, **bottom)
-    bad_axes.set(title="bad batches, bfloat16", yscale="log", xlabel="training step")
-    bad_axes.set_ylabel("test loss")
-    for axes in (loss_axes, scale_axes, sgd_axes, bad_axes):
+    bad_axes.set(title="bfloat16: bad batches", xlabel="training step", ylabel="test loss")
+    bad_axes.set_yscale("log")
+    for axes in (sgd_axes, bad_axes):
         axes.grid(color="0.9")
         axes.legend()
-    accuracies = " / ".join(f"{accuracy:.1%}" for accuracy in outcome.accuracies)
-    skips = " / ".join(str(sum(run.skipped)) for run in outcome.runs)
-    caption = (
-        f"Left: {outcome.verdict} Test accuracy {accuracies}, skipped steps {skips}, in the order "
-        f"of the legend. Right: {' '.join(said)} Setting on the left: {outcome.setting}."
-    )
-    figure.supxlabel(fill(caption, width=185), x=0.02, ha="left", fontsize=9)
     with _writing(path):
         figure.savefig(path, format="png")
 

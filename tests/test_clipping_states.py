@@ -131,7 +131,11 @@ class Both:
 BAD_LIMITS = [
     *(Both(v, ValueError, "max_norm must be at least 0, got") for v in (-1.0, -INF, math.nan, -1)),
     *(
-        Both(v, TypeError, "max_norm must be a Python number, got")
+        Both(
+            v,
+            TypeError,
+            r"max_norm must be a Python number, ampfast\.Percentile or ampfast\.ZScore, got",
+        )
         for v in ("1", None, True, torch.tensor(1.0), [1.0], 1j)
     ),
 ]

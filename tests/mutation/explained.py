@@ -86,13 +86,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         (
-            "GradScaler.stats",
+            "Diagnostics.stats",
             "self._scale is None or self._growth_tracker is None",
             "self._growth_tracker is None",
             1,
         ),
         (
-            "GradScaler.stats",
+            "Diagnostics.stats",
             "self._scale is None or self._growth_tracker is None",
             "self._scale is None",
             1,
@@ -123,7 +123,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         (
-            "GradScaler.found_inf",
+            "Diagnostics.found_inf",
             "torch.device('cpu') if scale is None else scale.device",
             "scale.device",
             1,
@@ -131,14 +131,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "The same where no other rank takes part; tests/distributed/test_marks.py sees it.": [
         (
-            "GradScaler.overflow_report",
+            "Diagnostics.overflow_report",
             "local or not self._enabled",
             "not (local or not self._enabled)",
             1,
         ),
-        ("GradScaler.overflow_report", "local or not self._enabled", "not self._enabled", 1),
-        ("GradScaler.overflow_report", "local or not self._enabled", "local", 1),
-        ("GradScaler.overflow_report", "not self._enabled", "self._enabled", 1),
+        ("Diagnostics.overflow_report", "local or not self._enabled", "not self._enabled", 1),
+        ("Diagnostics.overflow_report", "local or not self._enabled", "local", 1),
+        ("Diagnostics.overflow_report", "not self._enabled", "self._enabled", 1),
     ],
     "A way round that comes to the same where there are no ranks; tests/distributed has them.": [
         (
@@ -268,7 +268,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Measures or tries what is then not taken.": [
-        ("Passes._checked_by_scale", "True", "False", 1),
+        ("FusedSteps._checked_by_scale", "True", "False", 1),
         ("Passes._clip", "left is not None and any(defers)", "left is not None", 1),
     ],
     "Is implied by the others, which a type checker cannot know.": [

@@ -12,8 +12,11 @@ from types import CodeType
 # The state machine and master weights, from the root of the repository.
 FILES = (
     "ampfast/capture.py",
+    "ampfast/diagnostics.py",
+    "ampfast/fused_step.py",
     "ampfast/grad_scaler.py",
     "ampfast/passes.py",
+    "ampfast/hooked_step.py",
     "ampfast/loss_scale.py",
     "ampfast/master_weights.py",
     "ampfast/optimizers.py",

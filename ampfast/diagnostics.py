@@ -1,0 +1,261 @@
+"""What a scaler tells of its steps: skips, counts, overflows and norms by parameter, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ampfast import distributed, tracking
+from ampfast._version import __version__
+from ampfast.backends import scalars
+from ampfast.backends.core import overrides
+from ampfast.backends.scalars import joint_flag
+from ampfast.capture import refuse_capture
+from ampfast.errors import add_note
+from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite, remove_with
+from ampfast.grad_norms import NormReport
+from ampfast.health import GradientHealth, health_of
+from ampfast.optimizers import explain
+from ampfast.passes import Passes
+from ampfast.report import History, ScalerStats
+from ampfast.tracking import OverflowReport
+from ampfast.turn import NO_TURN, ONCE, STEPPED, Flags, is_unscaled
+
+
+class Diagnostics(Passes):
+    """Answers to questions about steps; `GradScaler` is the state machine that takes them."""
+
+    _finder: NonFiniteFinder | None = None
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Returns whether the optimizer's last check found a reason to skip; no host sync.
+
+        That is inf or NaN, or a norm above `skip_above`: `skip_reason` tells which.
+
+        Args:
+            optimizer: One that was given to `step` or `unscale_`.
+
+        Returns:
+            A new 0-dim float32 tensor, 0 or 1, on the device of the scale; 0 if disabled.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        flags = self._last_flags(optimizer)
+        scale = self._get_scale_async() if self._enabled else None
+        device = torch.device("cpu") if scale is None else scale.device
+        return scalars.any_found(flags.values(), device)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer's last step was skipped, with one host sync.
+
+        After `unscale_` alone it tells whether the step will be. Right for fused optimizers too.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        return self.skip_reason(optimizer) is not None
+
+    def skip_reason(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Returns why the optimizer's last step was skipped, with one host sync.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Returns:
+            "overflow" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
+            skipped.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        refuse_capture("a question that the host asks", "ask after the replay")
+        flags = list(self._last_flags(optimizer).values())
+        flag = joint_flag(flags, flags[0].device).item() if flags else 0
+        return None if flag == 0 else "overflow" if flag == 1 else "spike"
+
+    def stats(self) -> ScalerStats:
+        """Returns the counts of steps since the scaler was made, with one host sync.
+
+        Raises:
+            FloatingPointError: As `update`, with `on_min_scale="raise"`.
+        """
+        if not self._enabled:
+            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
+        if self._scale is None or self._growth_tracker is None:
+            scale = torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")
+            tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32, device="cpu")
+        else:
+            scale, tracker = self._scale, self._growth_tracker
+            refuse_capture("counts that the host reads", "read them after the replay")
+        return self._loss_scale.stats(scale, tracker)
+
+    def history(self) -> History:
+        """Returns the last 1,024 steps, with one host sync, or two with `LogMax`."""
+        refuse_capture("a history that the host reads", "read it after the replay")
+        return self._loss_scale.history()
+
+    def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
+        """Gives parameters the names under which `overflow_report` and `health` list them.
+
+        May be called at any time, and again for another model. Reports look names up in the
+        modules that have the parameters, which are not kept alive; a parameter of another pair
+        keeps its name while something else holds it. Names are not part of a pickle.
+
+        Args:
+            model: A module, or pairs as from its `named_parameters()`.
+
+        Raises:
+            TypeError: If it is something else.
+            ValueError: If a name is given twice.
+        """
+        self._names.give(tracking.named(model), model)
+        if self._track == "modules" and isinstance(model, torch.nn.Module):
+            if self._finder is not None:
+                self._finder.remove()
+            self._finder = find_nonfinite(model)
+            remove_with(self, self._finder)
+
+    def overflow_report(self, *, local: bool = False) -> OverflowReport:
+        """Returns the parameters with inf/NaN gradients in the last skipped step.
+
+        Values count as the optimizer would have used them. Counts are of living optimizers and are
+        in no pickle or checkpoint. One host sync.
+
+        With a `process_group` or distributed gradients all ranks must call this: their reports are
+        matched by the names and places of parameters, each count with its maximum.
+
+        Args:
+            local: Only the report of this rank, without a collective.
+
+        Raises:
+            RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
+                keeps the gradients from the kernels.
+            ValueError: If `name_parameters` named no parameter of one of the optimizers.
+        """
+        if self._track is None:
+            raise RuntimeError("overflow_report() needs a scaler made with track='overflow'")
+        refuse_capture("a report that the host reads", "ask after the replay")
+        if self._enabled and self._tracking.is_empty and overrides(self, self._originals[0]):
+            raise RuntimeError(
+                f"overflow_report() knows nothing: {type(self).__name__} overrides a hook, and "
+                "only gradients that ampfast's own method reads are tracked"
+            )
+        report = self._tracking.overflow_report(self._names)
+        if self._finder is not None:
+            report = replace(report, module=self._finder.report())
+        if local or not self._enabled:
+            return report
+        return OverflowReport.of_all(self._ranks.gathered(report))
+
+    def _report_or_reason(self) -> OverflowReport | str | None:
+        """The report of this rank, or why there is none, for texts; None without `track`."""
+        if self._track is None:
+            return None
+        try:
+            report = self.overflow_report(local=True)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        if report.step is None and dist.is_available() and dist.is_initialized():
+            return f"{report} This is the report of one rank: see those of the others."
+        return report
+
+    def grad_norms(self) -> NormReport:
+        """Returns the norms of each parameter's gradient in the last 128 steps.
+
+        They are measured in the pass that unscales or checks, and stay on the device until this
+        asks, with one host sync. Of a distributed gradient it is the norm of this rank's part.
+
+        Raises:
+            RuntimeError: Without `track="norms"`, under capture, or if an override of a hook keeps
+                the gradients from being measured.
+            ValueError: If `name_parameters` named no parameter of one of the optimizers.
+        """
+        if self._track != "norms":
+            raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
+        refuse_capture("a report that the host reads", "ask after the replay")
+        report = self._tracking.norm_report(self._names)
+        if self._enabled and not report.parameters and overrides(self, self._originals[0]):
+            raise RuntimeError(
+                f"grad_norms() knows nothing: {type(self).__name__} overrides a hook, and then "
+                "only clip_grad_norm_() measures"
+            )
+        return report
+
+    def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
+        """Returns how an optimizer's gradients fit the range of float16 at the current scale.
+
+        To be asked between `backward` and the optimizer's step. What `unscale_` has divided by the
+        scale counts as if it were not, and what was clipped as it is now. Gradients are only read,
+        by torch's ops, and the host waits for them. Of distributed ones this rank's shards count.
+        A disabled scaler's scale is 1.
+
+        Args:
+            optimizer: Any object with `param_groups`.
+
+        Raises:
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: After `step`, or under capture.
+            ValueError: If `name_parameters` named no parameter of the optimizer.
+        """
+        refuse_capture("a report that the host reads", "ask outside of the graph")
+        turn: dict[str, Any] = NO_TURN
+        scale = 1.0
+        if self._enabled:
+            scale = self._checked_scale("health").item()
+            turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
+        if turn["stage"] is STEPPED:
+            raise add_note(RuntimeError("health() is being called after step()."), ONCE)
+        try:
+            return health_of(optimizer, self._names, scale, scale if is_unscaled(turn) else 1.0)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups")
+            raise
+
+    def check_ranks(self) -> None:
+        """Raises the same error on every rank if their scalers' settings or states differ.
+
+        A collective call on the process group, or the default group where the scaler has none;
+        without an initialised group it does nothing. Compared are the constructor's arguments,
+        except `backend`, the scale, its counters, and the versions of torch and ampfast, with host
+        syncs; less of disabled scalers.
+
+        Raises:
+            RuntimeError: Naming what differs on which ranks, or under capture.
+        """
+        refuse_capture("a comparison that the host makes", "compare after the replay")
+        settings = {
+            "enabled": self._enabled,
+            "device": torch.device(self._device).type,
+            **{name.strip("_"): value for name, value in super().state_dict().items()},
+            **self._loss_scale.settings(),
+            "dynamic": self._dynamic,
+            "allow_fp16": self._allow_fp16,
+            "track": self._track,
+            "skip_above": self._skip_above,
+            "max_skips": self.max_skips,
+            "torch": str(torch.__version__),
+            "ampfast": __version__,
+        }
+        distributed.require_same(settings, self._ranks)
+
+    def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
+        """The flags of the optimizer's last check, by device; none if disabled."""
+        if not self._enabled:
+            return {}
+        turn = self._last_turns.get(optimizer)
+        flags = None if turn is None else turn.get("found_inf_per_device") or turn.last_flags
+        if flags is None:
+            raise LookupError(
+                f"this optimizer ({type(optimizer).__name__}) was never checked: "
+                "call step() or unscale_() first"
+            )
+        return flags
