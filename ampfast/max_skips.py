@@ -51,7 +51,7 @@ class SkipLimit:
             stats: Counts of the scaler.
             report: Which parameters overflowed; None if that is not known.
         """
-        # A training that goes on is not ended by a count of before, which arrives late on a GPU.
+        # A training that continues is not ended by a count of before, which arrives late on a GPU.
         self._copies = scalars.HostCopies()
         return FloatingPointError(
             f"{stats.consecutive_skips} steps in a row were skipped, and max_skips is {self.most}. "
