@@ -204,8 +204,11 @@ class _Pass:
 class NonFiniteFinder:
     """Watches the modules of a model; `report` names the first whose values were not finite.
 
-    Made by `find_nonfinite`; a context manager, whose end removes the hooks.
+    Made by `find_nonfinite`; a context manager, whose end removes the hooks. Copies and pickles of
+    the model are not watched.
     """
+
+    _is_copy = False
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(model.named_modules())
@@ -221,6 +224,11 @@ class NonFiniteFinder:
                 # that backward needs.
                 module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has copies of the hooks, which nothing could remove.
+        names = ("_modules", "_passes", "_handles")
+        return {**{name: [] for name in names}, "_leaves": {}, "_is_copy": True}
 
     def __enter__(self) -> NonFiniteFinder:
         return self
@@ -298,6 +306,8 @@ class NonFiniteFinder:
 
     @not_compiled
     def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
+        if self._is_copy:
+            return
         is_again = _is_in_backward()
         if not is_again and (not self._passes or self._passes[-1].is_over_before(number, module)):
             for key, handle in list(self._leaves.items()):

@@ -551,6 +551,22 @@ def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
     assert not model.queries._backward_hooks
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_the_model_are_not_watched(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with ampfast.find_nonfinite(model) as finder:
+        train(model)
+        again = copied(model)
+        [hook] = again._forward_pre_hooks.values()
+        train(again, torch.full((4, 8), INF))
+        assert finder.report() is None
+        watching = hook.func.__self__
+        assert watching is not finder
+        assert not watching._passes and watching.report() is None
+        train(model, torch.full((4, 8), INF))
+        assert finder.report() is not None
+
+
 def test_the_hooks_of_a_scaler_go_with_it() -> None:
     model = net_around(nn.Tanh())
     for _ in range(3):
