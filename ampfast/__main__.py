@@ -141,7 +141,7 @@ def _picture(path: str) -> str:
 
 
 def _writable(path: str) -> str:
-    if not os.access(os.path.dirname(path) or ".", os.W_OK):
+    if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
 

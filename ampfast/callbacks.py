@@ -65,7 +65,7 @@ class _Figures:
         self._steps = int(found["steps"])
         write({f"{self._prefix}{name}": value for name, value in found.items()})
         if is_first_rank and found["overflows"] and scaler._track is not None:
-            _logger.warning("%s", scaler.overflow_report(local=True))
+            _logger.warning("%s", scaler._report_or_reason())
 
 
 def _for_transformers(trainer: Any, prefix: str) -> Any:

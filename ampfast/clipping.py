@@ -122,7 +122,8 @@ def measure(
 def _coefficient(norm: Tensor, limit: Tensor) -> Tensor:
     """Clip coefficient of a limit that is a tensor, NaN if nothing is known yet."""
     clipped = (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
-    clipped = torch.where((norm <= limit) | limit.isnan(), 1.0, clipped)
+    # Limits are of norms in float32.
+    clipped = torch.where((norm.float() <= limit) | limit.isnan(), 1.0, clipped)
     # As by a limit that is a number: the norm of finite gradients has overflowed.
     return torch.where(norm.isinf(), 0.0, clipped)
 
@@ -232,6 +233,9 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
         for number, reduced in term.grads.shards.reduced():
             row = torch_ops.norms([reduced], term.inverse_on(reduced.device))
             term.sums.append(row)
+            if term.grads.track_on is not None:
+                table, now = term.grads.track_on(reduced.device)
+                torch_ops.mark_(table, now, [number], row[1:])
             counts = agreement.counts(term.grads.layouts[number], marks.get(number))
             term.counted += [row] if counts else []
             flags.setdefault(row.device, []).append((~row[1].isfinite()).float())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ampfast import distributed, tracking
@@ -16,7 +17,7 @@ from ampfast.backends.core import overrides
 from ampfast.backends.scalars import joint_flag
 from ampfast.capture import refuse_capture
 from ampfast.errors import add_note
-from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite
+from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite, remove_with
 from ampfast.grad_norms import NormReport
 from ampfast.health import GradientHealth, health_of
 from ampfast.optimizers import explain
@@ -121,6 +122,7 @@ class Diagnostics(Passes):
             if self._finder is not None:
                 self._finder.remove()
             self._finder = find_nonfinite(model)
+            remove_with(self, self._finder)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
@@ -154,6 +156,18 @@ class Diagnostics(Passes):
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))
 
+    def _report_or_reason(self) -> OverflowReport | str | None:
+        """The report of this rank, or why there is none, for texts; None without `track`."""
+        if self._track is None:
+            return None
+        try:
+            report = self.overflow_report(local=True)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        if report.step is None and dist.is_available() and dist.is_initialized():
+            return f"{report} This is the report of one rank: see those of the others."
+        return report
+
     def grad_norms(self) -> NormReport:
         """Returns the norms of each parameter's gradient in the last 128 steps.
 
@@ -161,13 +175,20 @@ class Diagnostics(Passes):
         asks, with one host sync. Of a distributed gradient it is the norm of this rank's part.
 
         Raises:
-            RuntimeError: Without `track="norms"`, or under capture.
+            RuntimeError: Without `track="norms"`, under capture, or if an override of a hook keeps
+                the gradients from being measured.
             ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
         if self._track != "norms":
             raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
         refuse_capture("a report that the host reads", "ask after the replay")
-        return self._tracking.norm_report(self._names)
+        report = self._tracking.norm_report(self._names)
+        if self._enabled and not report.parameters and overrides(self, self._originals[0]):
+            raise RuntimeError(
+                f"grad_norms() knows nothing: {type(self).__name__} overrides a hook, and then "
+                "only clip_grad_norm_() measures"
+            )
+        return report
 
     def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
         """Returns how an optimizer's gradients fit the range of float16 at the current scale.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, core
@@ -22,6 +24,7 @@ from ampfast.backends.torch_ops import TensorList
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
 
+_functorch = torch._C._functorch
 # Forward passes of the model that are kept.
 _KEPT = 64
 _DTYPES = {
@@ -110,6 +113,8 @@ class _Table:
 
     def read(self, tensor: Tensor, number: int) -> None:
         """Writes a row; NaN wins over other magnitudes."""
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
         if hasattr(tensor, "to_local"):
             with torch.no_grad():
                 tensor = tensor.to_local()
@@ -126,10 +131,13 @@ class _Pass:
     Args:
         unused: Tables of earlier passes by device, to take from. New ones at every pass would have
             Python collect garbage for as long as the reads take.
+        leaves: The hook of each leaf that a module was given, by id: leaves outlive their passes.
     """
 
-    def __init__(self, unused: dict[torch.device, list[_Table]]) -> None:
-        self._unused = unused
+    def __init__(
+        self, unused: dict[torch.device, list[_Table]], leaves: dict[int, RemovableHandle]
+    ) -> None:
+        self._unused, self._leaves = unused, leaves
         # Calls in the order of their ends; calls that run now, the outermost first.
         self.ended: list[_Call] = []
         self.running: list[_Call] = []
@@ -149,12 +157,19 @@ class _Pass:
         value = _Value(None if is_again else self._measure(tensor), tensor.dtype)
         self._values[id(tensor)] = weakref.ref(tensor), version, value
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._came, value))
+            handle = tensor.register_hook(partial(self._came, value))
+            if tensor.is_leaf:
+                earlier = self._leaves.get(id(tensor))
+                if earlier is not None:
+                    earlier.remove()
+                self._leaves[id(tensor)] = handle
         return value
 
-    def is_over_before(self, module: int) -> bool:
+    def is_over_before(self, number: int, module: Any) -> bool:
         """Whether a module's call begins another pass, as models may be called by their parts."""
-        is_another = module == 0 or bool(self.gradients) or module in self.modules
+        if number == 0 and self.running:
+            return not _calls_itself(module)  # else the calls that run were interrupted
+        is_another = number == 0 or bool(self.gradients) or number in self.modules
         return is_another and not self.running
 
     def forget(self) -> None:
@@ -189,20 +204,31 @@ class _Pass:
 class NonFiniteFinder:
     """Watches the modules of a model; `report` names the first whose values were not finite.
 
-    Made by `find_nonfinite`; a context manager, whose end removes the hooks.
+    Made by `find_nonfinite`; a context manager, whose end removes the hooks. Copies and pickles of
+    the model are not watched.
     """
+
+    _is_copy = False
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._passes: deque[_Pass] = deque()
         self._unused: dict[torch.device, list[_Table]] = defaultdict(list)
         self._handles: list[Any] = []
+        self._leaves: dict[int, RemovableHandle] = {}
         for number, (_, module) in enumerate(self._modules):
             before, after = partial(self._before, number), partial(self._after, number)
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after, with_kwargs=True),
+                # Also of a forward that raises, as a checkpointed block does once it has made all
+                # that backward needs.
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has copies of the hooks, which nothing could remove.
+        names = ("_modules", "_passes", "_handles")
+        return {**{name: [] for name in names}, "_leaves": {}, "_is_copy": True}
 
     def __enter__(self) -> NonFiniteFinder:
         return self
@@ -212,9 +238,10 @@ class NonFiniteFinder:
 
     def remove(self) -> None:
         """Removes the hooks; what was found stays."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._leaves.values()):
             handle.remove()
         self._handles.clear()
+        self._leaves.clear()
 
     def report(self) -> ModuleFault | None:
         """Returns the fault of the last pass that had one, with one host sync; None if none had.
@@ -279,9 +306,14 @@ class NonFiniteFinder:
 
     @not_compiled
     def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
+        if self._is_copy:
+            return
         is_again = _is_in_backward()
-        if not is_again and (not self._passes or self._passes[-1].is_over_before(number)):
-            self._passes.append(_Pass(self._unused))
+        if not is_again and (not self._passes or self._passes[-1].is_over_before(number, module)):
+            for key, handle in list(self._leaves.items()):
+                if handle.hooks_dict_ref() is None:  # the tensor was freed
+                    del self._leaves[key]
+            self._passes.append(_Pass(self._unused, self._leaves))
             if len(self._passes) > _KEPT:
                 self._passes.popleft().drop()
         if not self._passes:
@@ -296,14 +328,28 @@ class NonFiniteFinder:
         if not self._passes:
             return
         one, is_again = self._passes[-1], _is_in_backward()
-        while one.running:
+        if any(call.module == number for call in one.running):
             call = one.running.pop()
-            if call.module == number:  # else its forward has raised
+            while call.module != number:
+                call = one.running.pop()
+            has_raised = output is None and sys.exc_info()[0] is not None
+            if not has_raised:
                 call.outputs = [one.value_of(tensor, is_again) for tensor in _floating(output)]
                 one.ended.append(call)
-                break
         if not one.running:
             one.forget()
+
+
+def remove_with(owner: object, finder: NonFiniteFinder) -> None:
+    """Has the hooks removed when an object dies, which does not keep them alive."""
+    reference = weakref.ref(finder)
+
+    def remove() -> None:
+        living = reference()
+        if living is not None:
+            living.remove()
+
+    weakref.finalize(owner, remove).atexit = False
 
 
 def _is_in_backward() -> bool:
@@ -311,20 +357,41 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _floating(values: Any) -> Iterator[Tensor]:
-    """The tensors in a structure whose values may be infinite."""
+def _calls_itself(module: Any) -> bool:
+    """Whether a call of a module that begins now is inside of another one."""
+    calls, frame = 0, cast(Any, sys._getframe())
+    while frame is not None:
+        is_call = frame.f_code is torch.nn.Module._call_impl.__code__
+        calls += is_call and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def _floating(values: Any, depth: int = 16) -> Iterator[Tensor]:
+    """The tensors in a structure, of at most a depth, whose values may be infinite."""
     if isinstance(values, Tensor):
-        if values.dtype in _DTYPES and not values.is_meta:
+        if values.dtype in _DTYPES and _is_readable(values):
             yield values
+    elif type(values) in _PLAIN or depth == 0:
+        return
     elif type(values) in (tuple, list):
         for each in values:
-            yield from _floating(each)
-    elif type(values) is dict:
-        yield from _floating(tuple(values.values()))
-    elif type(values) not in _PLAIN:
+            yield from _floating(each, depth - 1)
+    elif isinstance(values, Mapping):
+        yield from _floating(tuple(values.values()), depth - 1)
+    elif is_dataclass(values):
+        found = [getattr(values, each.name, None) for each in fields(values)]
+        yield from _floating(found, depth - 1)
+    else:
         leaves = tree_leaves(values)
         if leaves and leaves[0] is not values:  # else it is a leaf
-            yield from _floating(leaves)
+            yield from _floating(leaves, depth - 1)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor's values are in memory as of a dense one; fake tensors have none."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return is_dense and (type(tensor) is Tensor or not hasattr(tensor, "fake_mode"))
 
 
 def find_nonfinite(model: torch.nn.Module) -> NonFiniteFinder:

@@ -83,6 +83,7 @@ class NormHistory:
     def taken(self, moves: Sequence[tuple[int, int]], parameters: int) -> NormHistory:
         """Returns a history for other parameters, `moves` of which, (from, to), are these."""
         history = NormHistory(parameters, self._norms.device)
+        history._norms.fill_(torch.nan)  # of steps before a parameter joined nothing is known
         old, new = torch.tensor(moves, device=self._norms.device).unbind(1)
         history._norms[:, new] = self._norms[:, old]
         history._count.copy_(self._count)

@@ -607,9 +607,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if self._enabled and (norms or histories or not self._dynamic or not is_torchs):
             entry = {} if is_torchs else loss_scale.state_dict()
             # Without norms, too: torch.distributed.checkpoint loads only what is there already.
-            state["ampfast"] = {**entry, "norms": norms}
-            if histories:
-                state["ampfast"]["limits"] = histories
+            state["ampfast"] = {**entry, "norms": norms, "limits": histories}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -774,8 +772,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             loss_scale.check_min_scale()
         limit, words = self._skip_limit, loss_scale.words
         if limit is not None and words is not None and not was_set and limit.is_reached(words):
-            tracks = self._track is not None
-            raise limit.error(self.stats(), self.overflow_report(local=True) if tracks else None)
+            raise limit.error(self.stats(), self._report_or_reason())
 
 
 def _power_of_2(scale: float) -> str:

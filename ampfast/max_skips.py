@@ -51,6 +51,8 @@ class SkipLimit:
             stats: Counts of the scaler.
             report: Which parameters overflowed; None if that is not known.
         """
+        # A training that continues is not ended by a count of before, which arrives late on a GPU.
+        self._copies = scalars.HostCopies()
         return FloatingPointError(
             f"{stats.consecutive_skips} steps in a row were skipped, and max_skips is {self.most}. "
             f"Of {stats.steps} steps {stats.skipped} were skipped, {stats.spikes} of them for "

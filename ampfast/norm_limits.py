@@ -26,7 +26,7 @@ class Percentile:
 
     Attributes:
         percentile: From 0 to 100, interpolated linearly between two norms.
-        window: Number of norms, from 2 to 1,024.
+        window: Number of norms, from 3 to 1,024.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -41,7 +41,8 @@ class Percentile:
         if not 0 <= percentile <= 100:
             raise ValueError(f"percentile must be from 0 to 100, got {self.percentile}")
         object.__setattr__(self, "percentile", percentile)
-        require_int("window", self.window, 2, state_layout.RING_STEPS)
+        # From 3, so that no history is as long as one of ZScore.
+        require_int("window", self.window, 3, state_layout.RING_STEPS)
 
     @property
     def _words(self) -> int:
@@ -178,7 +179,7 @@ class Histories:
             words = self._loaded.pop(0) if self._loaded else []
             fits = len(words) == history.numel()
             words = words if fits else [0.0] * history.numel()
-            history.copy_(torch.tensor(words, dtype=history.dtype))
+            history.copy_(torch.tensor(words, dtype=history.dtype, device="cpu"))
             self._histories.record(optimizer, history)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,15 +191,17 @@ def require_histories(saved: object) -> list[list[float]]:
     """Returns the histories of a checkpoint.
 
     Raises:
-        ValueError: If they are not lists of finite floats.
+        ValueError: If they are not lists of finite floats, of which the first is a count.
     """
 
     def is_valid(words: object) -> bool:
-        floats = words if isinstance(words, list) else [None]
-        return all(type(each) is float and 0 <= each < math.inf for each in floats)
+        floats: list[Any] = words if isinstance(words, list) else [None]
+        are_floats = all(type(each) is float and 0 <= each < math.inf for each in floats)
+        return are_floats and all(each.is_integer() and each < 2**53 for each in floats[:1])
 
     if not isinstance(saved, list) or not all(map(is_valid, saved)):
         raise ValueError(
-            f"the checkpoint's norms of limits must be lists of finite floats, got {saved!r}"
+            "the checkpoint's norms of limits must be lists of finite floats, of which the first "
+            f"is a count, got {saved!r}"
         )
     return saved

@@ -295,7 +295,8 @@ class Passes(TorchGradScaler):
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
-        if scale is not None:
+        # With a scale of the optimizer's own it sees other values than the policy.
+        if scale is not None and scale is self._scale:
             self._observe_clip(terms, agreement, norm.device)
         if overridden:
             clipping.take_flags(terms, turns, and_found=spikes is not None)
@@ -322,6 +323,7 @@ class Passes(TorchGradScaler):
                 each,
                 scale,
                 writes=not deferred and not (writes_nothing and casts_of(each) is None),
+                allow_fp16=deferred,
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
@@ -369,7 +371,10 @@ class Passes(TorchGradScaler):
     ) -> Tensor:
         """The joint norm of gradients, which are scaled by `scales` and stay so."""
         pairs = zip(optimizers, scales, strict=True)
-        terms = [self._norm_term(each, its_scale, writes=False) for each, its_scale in pairs]
+        terms = [
+            self._norm_term(each, its_scale, writes=False, allow_fp16=True)
+            for each, its_scale in pairs
+        ]
         saved: list[tuple[Tensor, Tensor]] = []
         try:
             if scale is not None and clipping.share_memory(terms):
@@ -425,7 +430,7 @@ class Passes(TorchGradScaler):
         self, optimizer: Any, scale: Tensor | None, *, writes: bool, allow_fp16: bool = False
     ) -> clipping.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
-        allow_fp16 = allow_fp16 or scale is None or self._allow_fp16 or not writes
+        allow_fp16 = allow_fp16 or scale is None or self._allow_fp16
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
         return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
 
@@ -448,7 +453,9 @@ class Passes(TorchGradScaler):
             tracked=self._track is not None,
             casts=casts_of(optimizer),
         )
-        scale = None if self._track is None else self._get_scale_async()
+        # A disabled scaler has no steps.
+        tracks = self._enabled and self._track is not None
+        scale = self._get_scale_async() if tracks else None
         if scale is not None:
             words = self._loss_scale.words_on(scale.device)
             grads.track_on = self._tracking.start(optimizer, grads.groups, words)

@@ -187,7 +187,7 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
             print(f"ampfast: {more}", file=sys.stderr)
         for one in records[:_MOST]:
             if getattr(one.scaler, "_track", None) is not None:
-                print(one.scaler.overflow_report(local=True), file=sys.stderr)
+                print(one.scaler._report_or_reason(), file=sys.stderr)
 
 
 def describe(record: Record) -> str:

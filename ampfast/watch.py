@@ -233,8 +233,13 @@ class Watch:
             elif self._keeps_values and name in _ENDS:
                 record.see_state()
             counts = on_gpu and 0 < record.steps < _WARM_UP
-            with _Reads(self._inside) if counts else nullcontext():
-                result = self._clocked(record, 1, method, scaler, *args, **kwargs)
+            try:
+                with _Reads(self._inside) if counts else nullcontext():
+                    result = self._clocked(record, 1, method, scaler, *args, **kwargs)
+            except FloatingPointError:
+                if name in _ENDS:  # max_skips and on_min_scale raise after the update
+                    record.end()
+                raise
             if name in _ENDS:
                 record.end()
                 self._ended(record)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
+import weakref
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -341,6 +347,51 @@ def test_a_forward_that_raises_is_left_behind() -> None:
     assert fault is not None and (fault.module, fault.passes_ago) == ("2", 0)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_passes_end_after_a_forward_that_raises(error: type[BaseException]) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise error
+
+    model = net_around(Op(fails))
+    finder = ampfast.find_nonfinite(model)
+    with pytest.raises(error):
+        train(model)
+    model[2].function = lambda x: x  # type: ignore[union-attr]
+    train(model, torch.full((4, 8), INF))
+    train(model)
+    fault = finder.report()
+    assert fault is not None and fault.passes_ago == 1
+    assert not finder._passes[-1].running
+
+
+def test_passes_end_after_a_block_whose_second_forward_stops_early() -> None:
+    model = net_around(Checkpointed(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), False))
+    finder = ampfast.find_nonfinite(model)
+    train(model, torch.full((4, 8), INF))
+    for _ in range(3):
+        train(model)
+    fault = finder.report()
+    assert fault is not None and fault.passes_ago == 3
+    assert not any(each.running for each in finder._passes)
+
+
+def test_a_model_that_calls_itself_has_one_pass() -> None:
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, depth: int = 3) -> Any:
+            return self.leaf(x if depth == 0 else self(x, depth - 1))
+
+    model = Tree()
+    finder = ampfast.find_nonfinite(model)
+    train(model, torch.full((4, 8), INF))
+    train(model)
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.passes_ago) == ("leaf", 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", ["dense", "strided", "expanded", "empty", "complex"])
 def test_dtypes_and_layouts(dtype: torch.dtype, layout: str) -> None:
@@ -394,6 +445,77 @@ def test_tensors_in_structures_and_keywords() -> None:
     assert str(fault).startswith("the model (Many): output became NaN")
 
 
+@dataclass
+class Outputs:
+    hidden: Any
+    loss: Tensor | None = None
+
+
+class Batch(dict[str, Tensor]):
+    """A mapping that torch's trees take for a leaf, as `transformers.BatchEncoding` is one."""
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Outputs,
+        lambda x: Outputs([x]),
+        lambda x: Batch(x=x),
+        lambda x: UserDict(x=x),
+        lambda x: [Outputs({"x": UserDict(x=x)})],
+    ],
+)
+def test_tensors_in_dataclasses_and_mappings(structure: Callable[[Tensor], Any]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Op(lambda x: structure(x * INF)))
+    with ampfast.find_nonfinite(model) as finder:
+        model(torch.rand(4, 8))
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.inputs_finite) == ("1", True)
+
+
+def test_a_structure_that_holds_itself() -> None:
+    outputs = Outputs(None)
+    outputs.hidden = [outputs]
+    with ampfast.find_nonfinite(nn.Identity()) as finder:
+        finder._modules[0][1](outputs)
+    assert finder.report() is None
+
+
+def test_tensors_without_dense_values_are_left_alone() -> None:
+    def made(x: Tensor) -> list[Tensor]:
+        nested = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+        with FakeTensorMode():
+            fake = torch.ones(2)
+        return [x.to_sparse(), fake, nested]
+
+    model = nn.Sequential(Op(made), Op(lambda values: values[0].to_dense() * INF))
+    with ampfast.find_nonfinite(model) as finder:
+        model(torch.ones(2, 2))
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.largest) == ("1", None)
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, params, x: torch.func.grad(f)(params, x),
+    "vmap": lambda f, params, x: torch.func.vmap(f, in_dims=(None, 0))(params, x),
+    "by sample": lambda f, params, x: torch.func.vmap(torch.func.grad(f), (None, 0))(params, x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_transforms(name: str) -> None:
+    model = net_around(Op(lambda x: x * INF))
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.functional_call(model, params, (x,)).sum()
+
+    with ampfast.find_nonfinite(model) as finder:
+        TRANSFORMS[name](loss, params, torch.rand(4, 8))
+    fault = finder.report()
+    assert fault is not None and (fault.module, fault.inputs_finite) == ("2", True)
+
+
 def test_removed_hooks_see_nothing() -> None:
     model = net_around(Op(lambda x: x * INF))
     with ampfast.find_nonfinite(model) as finder:
@@ -401,6 +523,69 @@ def test_removed_hooks_see_nothing() -> None:
     train(model)
     assert finder.report() is None
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
+    """It outlives the passes, each of which wants its gradient."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.times = nn.Parameter(torch.ones(8)), Op(torch.mul)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.times(self.queries, x)
+
+    model = Queries()
+    with ampfast.find_nonfinite(model) as finder:
+        for _ in range(3):
+            train(model)
+        rows = finder._passes[0].rows
+        model(torch.rand(4, 8, requires_grad=True)).sum().backward(torch.tensor(NAN))
+        assert finder._passes[0].rows == rows
+        assert len(model.queries._backward_hooks or {}) == 1
+        fault = finder.report()
+        assert fault is not None and (fault.where, fault.passes_ago) == ("gradient", 0)
+        train(model)
+        assert len(finder._leaves) == 1
+    assert not model.queries._backward_hooks
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_the_model_are_not_watched(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with ampfast.find_nonfinite(model) as finder:
+        train(model)
+        again = copied(model)
+        [hook] = again._forward_pre_hooks.values()
+        train(again, torch.full((4, 8), INF))
+        assert finder.report() is None
+        watching = hook.func.__self__
+        assert watching is not finder
+        assert not watching._passes and watching.report() is None
+        train(model, torch.full((4, 8), INF))
+        assert finder.report() is not None
+
+
+def test_the_hooks_of_a_scaler_go_with_it() -> None:
+    model = net_around(nn.Tanh())
+    for _ in range(3):
+        scaler = ampfast.GradScaler("cpu", track="modules")
+        scaler.name_parameters(model)
+        again = copy.deepcopy(scaler)
+        assert [len(each._forward_hooks) for each in model.modules()] == [1] * 5
+        del scaler
+        for each in model.modules():
+            assert not each._forward_hooks
+        again.name_parameters(model)
+        del again
+    scaler = ampfast.GradScaler("cpu", track="modules")
+    scaler.name_parameters(model)
+    model_lives = weakref.ref(model)
+    scaler.name_parameters(nn.Tanh())
+    del model, each
+    gc.collect()
+    assert model_lives() is None
 
 
 class Waits(TorchDispatchMode):

@@ -201,7 +201,7 @@ def test_parameters_that_join_keep_what_is_known() -> None:
     take(scaler, optimizer, "step")
     old, new = scaler.grad_norms().parameters
     assert (old.last, old.mean, old.largest) == (4.0, 3.0, 4.0)
-    assert (new.last, new.largest) == (1.0, 1.0)
+    assert (new.last, new.mean, new.largest) == (1.0, 1.0, 1.0)
 
 
 def test_beside_a_policy_and_a_limit() -> None:
@@ -218,6 +218,22 @@ def test_beside_a_policy_and_a_limit() -> None:
         states.append([scaler.state_dict(), scaler.stats().spikes])
     assert_same(*states)
     assert states[0][1] == 1
+
+
+@pytest.mark.parametrize("options", [{"track": "norms"}, {"skip_above": 1e9}], ids=str)
+def test_a_policy_does_not_follow_an_optimizer_with_a_scale_of_its_own(options: Any) -> None:
+    states = []
+    for given in ({}, options):
+        params = parameters()
+        optimizer = KINDS["fused"](params)
+        scaler = started(GradScaler, policy=LogMax(), **given)
+        for step in range(3):
+            scaler.scale(torch.ones(()))
+            fill(params, step, 8.0)
+            optimizer.grad_scale = torch.tensor(2.0)
+            take(scaler, optimizer, "step")
+        states.append([scaler.state_dict(), *(param.detach() for param in params)])
+    assert_same(*states)
 
 
 def test_a_guard_keeps_norms_too() -> None:
@@ -253,6 +269,23 @@ def test_what_is_refused() -> None:
             started(GradScaler, track=track).grad_norms()
     disabled = GradScaler("cpu", enabled=False, track="norms")
     assert disabled.grad_norms().parameters == ()
+
+
+def test_where_a_hook_is_overridden_only_a_clip_measures() -> None:
+    class Own(GradScaler):
+        def unscale_(self, optimizer: Any) -> None:
+            super().unscale_(optimizer)
+
+    params = parameters()
+    optimizer, scaler = KINDS["plain"](params), started(Own, track="norms")
+    for way in ("step", "unscale_"):
+        fill(params, 1, 8.0)
+        take(scaler, optimizer, way)
+        with pytest.raises(RuntimeError, match=r"Own overrides a hook, .* clip_grad_norm_\(\)"):
+            scaler.grad_norms()
+    expected = fill(params, 2, 8.0)
+    take(scaler, optimizer, "clip")
+    assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
 
 
 def test_copies_measure_too() -> None:

@@ -106,6 +106,44 @@ def test_the_error_has_counts_and_report() -> None:
     training.step(math.inf)
 
 
+def test_a_count_that_arrives_late_ends_no_training_that_went_on() -> None:
+    class Late:
+        """Copies as of a GPU, of which each arrives in the next step."""
+
+        numbers: list[int] | None = None
+
+        def latest(self, tensor: torch.Tensor, waits: bool = False) -> list[int] | None:
+            arrived, self.numbers = self.numbers, tensor.tolist()
+            return arrived
+
+    training = Training("plain", max_skips=2)
+    training.scaler._skip_limit._copies = Late()
+    training.step(math.inf)
+    training.step(math.inf)
+    with pytest.raises(FloatingPointError):
+        training.step(math.inf)
+    training.step(1.0)
+
+
+def test_the_error_tells_why_it_has_no_report() -> None:
+    """It is no other error, for which a handler would not be made."""
+
+    class Own(ampfast.GradScaler):
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
+            return {torch.device("cpu"): torch.ones(())}
+
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer, scaler = torch.optim.SGD([param]), Own("cpu", max_skips=1, track="overflow")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    with pytest.raises(FloatingPointError, match=r"\n.*Own overrides a hook, and"):
+        scaler.update()
+    training = Training("plain", max_skips=1, track="overflow")
+    training.scaler.name_parameters(torch.nn.Linear(1, 1))
+    with pytest.raises(FloatingPointError, match="none of the optimizers' 1 parameters has a name"):
+        training.step(math.inf)
+
+
 def test_without_tracking_the_error_tells_how_to_know_more() -> None:
     with pytest.raises(FloatingPointError, match="made with track='overflow' names"):
         Training("plain", max_skips=1).step(math.nan)

@@ -25,7 +25,7 @@ INF = math.inf
 RULES = [
     Percentile(10, window=8),
     Percentile(75.5, window=50),
-    Percentile(100, 2),
+    Percentile(100, 3),
     ZScore(warmup=5),
 ]
 RULES += [ZScore(1.5, alpha=0.8, warmup=2)]
@@ -101,7 +101,7 @@ def check(scaler: Any, optimizer: Any, rule: Any, **options: Any) -> None:
         clips += norm > limit
         expected = norm if norm <= limit else norm * limit / (norm + 1e-6)
         assert moved == pytest.approx(expected, rel=1e-5)
-    assert clips >= (0 if rule == Percentile(100, 2) else 2)
+    assert clips >= (0 if rule == Percentile(100, 3) else 2)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,18 @@ def test_a_step_within_the_limit_is_that_of_no_limit(rule: Any) -> None:
         scaler.step(optimizer)
         ends.append(optimizer.param_groups[0]["params"][0].detach())
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("rule", [ZScore(), Percentile(100)], ids=str)
+@pytest.mark.parametrize("norm", [1e-50, 1e-9, 1e-6, 1.1, 1e60])
+def test_a_float64_norm_within_the_limit_clips_nothing(rule: Any, norm: float) -> None:
+    """Also where it is above its value in float32."""
+    for factor in (1 - 1e-9, 1.0, 1 + 1e-9):
+        scaler = started(GradScaler)
+        optimizer = sgd_with(torch.tensor([norm * factor * 8], dtype=torch.float64))
+        scaler.clip_grad_norm_(optimizer, rule)
+        grad = optimizer.param_groups[0]["params"][0].grad
+        assert grad.item() == norm * factor * 8 * 0.125
 
 
 @BY_RULE
@@ -225,7 +237,8 @@ def test_loading_goes_back_in_a_running_training(rule: Any) -> None:
     for norm in norms_of(8, 5):
         clipped(scaler, optimizer, norm, rule)
     assert scaler.state_dict() != state
-    scaler.load_state_dict(state)
+    with torch.device("meta"):  # as while a large model is made
+        scaler.load_state_dict(state)
     assert scaler.state_dict() == state
 
 
@@ -240,7 +253,7 @@ def test_copies_go_on(rule: Any) -> None:
 
 def test_another_rule_begins_anew() -> None:
     scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
-    for rule in (Percentile(window=4), ZScore(), Percentile(window=5)):
+    for rule in (Percentile(window=4), ZScore(), Percentile(window=3), ZScore()):
         clipped(scaler, optimizer, 1.0, rule)
         [history] = scaler.state_dict()["ampfast"]["limits"]
         assert (len(history), history[0]) == (rule._words, 1.0)
@@ -248,7 +261,7 @@ def test_another_rule_begins_anew() -> None:
 
 @pytest.mark.parametrize(
     "damaged",
-    [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]]],
+    [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]], [[2.5, 1.0]], [[1e300, 1.0]]],
     ids=str,
 )
 def test_damaged_checkpoints_load_nothing(damaged: Any) -> None:
@@ -279,7 +292,7 @@ def test_the_host_reads_nothing(rule: Any) -> None:
 WRONG = [
     *itertools.product([Percentile], ["percentile"], [-1, 101, math.nan], [ValueError]),
     *itertools.product([Percentile], ["percentile", "window"], ["1", None], [TypeError]),
-    *itertools.product([Percentile], ["window"], [1, 1025], [ValueError]),
+    *itertools.product([Percentile], ["window"], [2, 1025], [ValueError]),
     *itertools.product([ZScore], ["zscore"], [0, -1.0, INF, math.nan], [ValueError]),
     *itertools.product([ZScore], ["alpha"], [0, 1, math.nan], [ValueError]),
     *itertools.product([ZScore], ["warmup"], [1, 2**31], [ValueError]),

@@ -273,6 +273,16 @@ class Own(GradScaler):
         return {torch.device("cpu"): torch.zeros(())}
 
 
+@pytest.mark.parametrize("track", ["overflow", "modules", "norms"])
+def test_a_disabled_scaler_clips(track: str) -> None:
+    scaler = GradScaler("cpu", enabled=False, track=track)
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad, optimizer = torch.tensor([3.0, 4.0]), torch.optim.SGD([param], lr=1.0)
+    assert scaler.grad_norm(optimizer) == scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
+    assert param.grad.norm() == pytest.approx(1.0, abs=1e-6)
+    assert scaler.overflow_report().step is None
+
+
 def test_a_disabled_scaler_has_nothing_to_override() -> None:
     assert Own("cpu", enabled=False, track="overflow").overflow_report().step is None
 

@@ -407,6 +407,7 @@ def test_checkpoints_keep_the_policy() -> None:
         "hysteresis_refill": "growth",
         "hysteresis_tracker": 2,
         "norms": [],
+        "limits": [],
     }
     buffer = io.BytesIO()
     torch.save(saved, buffer)

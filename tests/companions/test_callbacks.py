@@ -128,6 +128,22 @@ def test_figures_are_logged_where_the_trainer_logs(
     assert "group 0, parameter 0" in caplog.text
 
 
+def test_a_report_that_cannot_be_made_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    scaler = GradScaler("cpu", track="overflow")
+    scaler.name_parameters(torch.nn.Linear(1, 1))
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    trainer = TransformersTrainer(scaler)
+    ampfast.callbacks.attach(trainer)
+    trainer.begin()
+    scaler.scale(weight * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    trainer.end_batch(2)
+    assert len(trainer.logged) == 1
+    assert "none of the optimizers' 1 parameters has a name" in caplog.text
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_scaler_that_is_not_ampfasts_is_refused_before_training(kind: Any) -> None:
     trainer = kind(torch.amp.GradScaler("cpu"))

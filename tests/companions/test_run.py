@@ -143,6 +143,7 @@ def test_scalers_get_arguments(python: Call) -> None:
     done = python(program, "-m", "ampfast", "run", *options, "train.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert "FloatingPointError: 4 steps in a row were skipped, and max_skips is 4." in done.stderr
+    assert "ampfast: 4 steps, 4 skipped, " in done.stderr
     # In the error, and behind the line at the end.
     assert done.stderr.count("\ngroup 0, parameter 0 ") == 2
     program = TRAIN + "print(scaler.stats().spikes > 0, scaler.skip_above)"

@@ -248,7 +248,10 @@ def test_copies_are_guards(copied: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"min_scale": 1.0}], ids=["guard", "limits"])
-def test_distributed_checkpoints_keep_norms(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [1.0, ampfast.ZScore(), ampfast.Percentile(10, window=4)], ids=str)
+def test_distributed_checkpoints_keep_norms(
+    options: dict[str, Any], rule: Any, tmp_path: Path
+) -> None:
     make = partial(ampfast.GradScaler, **options) if options else ampfast.StepGuard
     saved, loaded = make("cpu"), make("cpu")
     param = nn.Parameter(torch.zeros(1))
@@ -256,12 +259,13 @@ def test_distributed_checkpoints_keep_norms(options: dict[str, Any], tmp_path: P
     for norm in (1.0, 2.0, 3.0):
         saved.scale(torch.zeros(()))
         param.grad = torch.tensor([norm * saved.get_scale()])
-        saved.clip_grad_norm_(optimizer, 1.0, skip_above=ampfast.Sigmas(6, window=4))
+        saved.clip_grad_norm_(optimizer, rule, skip_above=ampfast.Sigmas(6, window=4))
         stepped(saved, optimizer)
     checkpoint.save({"scaler": saved}, checkpoint_id=tmp_path)
     checkpoint.load({"scaler": loaded}, checkpoint_id=tmp_path)
     assert loaded.state_dict() == saved.state_dict()
     assert loaded.state_dict()["ampfast"]["norms"] == [[1.0, 2.0, 3.0]]
+    assert len(loaded.state_dict()["ampfast"]["limits"]) == (rule != 1.0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -282,6 +286,24 @@ def test_a_norm_that_clips_nothing_is_only_read(name: str, launcher: ReferenceLa
             assert_same(grad, values)
         stepped(guard, optimizer)
         assert guard.skip_reason(optimizer) == reason
+
+
+@pytest.mark.parametrize("options", [{}, {"track": "norms"}, {"skip_above": 1.0}], ids=str)
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip"])
+def test_float16_gradients_are_refused_with_every_option(options: Any, call: str) -> None:
+    """Also where they are not written."""
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    param.grad, optimizer = torch.ones_like(param), torch.optim.SGD([param], lr=0.1)
+    for allow in (False, True):
+        guard = ampfast.StepGuard("cpu", allow_fp16=allow, **options)
+        guard.scale(torch.ones(()))
+        given = (optimizer, math.inf) if call == "clip" else (optimizer,)
+        method = getattr(guard, "clip_grad_norm_" if call == "clip" else call)
+        if allow:
+            method(*given)
+            continue
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            method(*given)
 
 
 def test_a_guard_without_a_loss_says_what_to_call() -> None:

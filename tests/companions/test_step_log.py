@@ -73,8 +73,9 @@ def test_each_step_of_a_program_has_a_line(tmp_path: Path) -> None:
         line(1, 3, 1.0, None, 2.0),
         line(2, 0, 8.0, None, 2.0),
     ]
-    refused = run(tmp_path, "--log", "missing/log.jsonl")
-    assert (refused.returncode, "cannot write missing/log.jsonl" in refused.stderr) == (2, True)
+    for path in ("missing/log.jsonl", "."):
+        refused = run(tmp_path, "--log", path)
+        assert (refused.returncode, f"cannot write {path}" in refused.stderr) == (2, True)
     assert run(tmp_path, "--log", "of_rank_1.jsonl", RANK="1").returncode == 3
     assert not (tmp_path / "of_rank_1.jsonl").exists()
 

@@ -11,8 +11,10 @@ import torch.distributed as dist
 import ampfast
 
 
-def ends_at() -> int:
-    scaler = ampfast.GradScaler("cpu", process_group=dist.group.WORLD, max_skips=3)
+def ends_at() -> tuple[int, str]:
+    scaler = ampfast.GradScaler(
+        "cpu", process_group=dist.group.WORLD, max_skips=3, track="overflow"
+    )
     param = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([param], lr=0.1)
     for step in range(9):
@@ -22,10 +24,13 @@ def ends_at() -> int:
         scaler.step(optimizer)
         try:
             scaler.update()
-        except FloatingPointError:
-            return step
-    return -1
+        except FloatingPointError as error:
+            return step, str(error)
+    return -1, ""
 
 
 def test_all_ranks_end_in_the_same_step() -> None:
-    assert ranks.run(ends_at) == [4, 4]
+    (step, told), (other_step, other_told) = ranks.run(ends_at)
+    assert (step, other_step) == (4, 4)
+    assert told.endswith("so far. This is the report of one rank: see those of the others.")
+    assert "group 0, parameter 0" in other_told and "one rank" not in other_told

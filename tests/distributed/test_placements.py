@@ -71,6 +71,28 @@ def test_functional(bad: int | None, world: int) -> None:
     ranks.run(called, bad, ranks=world)
 
 
+def reported(way: str) -> list[str]:
+    """Parameters in the report on sums that overflow, of finite summands."""
+    mesh = init_device_mesh("cpu", (2,))
+    params = [torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1.0, track="norms" if way == "norms" else "overflow")
+    scaler.scale(torch.ones(()))
+    for param, value in zip(params, (1.0, 3e38), strict=True):
+        param.grad = DTensor.from_local(torch.full((2,), value), mesh, [Partial()])
+    if way == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert scaler.skip_reason(optimizer) == "overflow"
+    scaler.update()
+    return [each.name for each in scaler.overflow_report().parameters]
+
+
+@pytest.mark.parametrize("way", ["step", "clip", "norms"])
+def test_sums_that_overflow_are_reported(way: str) -> None:
+    assert ranks.run(reported, way) == [["group 0, parameter 1"]] * 2
+
+
 class Halves(Shard):
     """User-defined placement."""
 
