@@ -1,4 +1,4 @@
-"""Steps of optimizers that divide by the scale and skip by themselves, as torch's fused ones."""
+"""Steps of optimizers that divide by the scale and skip in their step, as torch's fused ones."""
 
 from __future__ import annotations
 

@@ -323,9 +323,8 @@ def gain_of_clipping(results: Results) -> str:
     if not over:
         return f"What clipping by the scaler gains in a whole training step: {NOT_MEASURED}."
     return (
-        "A whole training step that ampfast's scaler scales, checks and clips is "
-        f"{_shorter(1 - median(over))} than a step that torch clips without a scaler, in the "
-        "median."
+        "With ampfast's scaler and its clipping, a whole training step is "
+        f"{_shorter(1 - median(over))} (median) than with torch's clipping and no scaler."
     )
 
 

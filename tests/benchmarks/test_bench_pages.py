@@ -234,16 +234,16 @@ def test_a_clipped_step_is_compared_with_torchs_without_a_scaler(over, told):
     row = both("training", "a", "bfloat16", "SGD, clip by the scaler", 10.0, 9.0)[1]
     clipped = [dataclasses.replace(row, replaces="SGD, clip", over_none=each) for each in over]
     assert tables.gain_of_clipping(results([row, *clipped])) == (
-        f"A whole training step that ampfast's scaler scales, checks and clips is {told} than a "
-        "step that torch clips without a scaler, in the median."
+        f"With ampfast's scaler and its clipping, a whole training step is {told} (median) than "
+        "with torch's clipping and no scaler."
     )
 
 
 def test_the_readme_has_three_loops_steps_that_clip_and_the_gain_of_clipping():
     made = cpu_results()
     assert pages.readme_block(made) == (
-        "A whole training step that ampfast's scaler scales, checks and clips is 10.0% shorter "
-        "than a step that torch clips without a scaler, in the median.\n"
+        "With ampfast's scaler and its clipping, a whole training step is 10.0% shorter (median) "
+        "than with torch's clipping and no scaler.\n"
         "\n"
         "| time under bfloat16 of | no scaler | torch's scaler | ampfast | faster than torch's |\n"
         "| --- | --: | --: | --: | --: |\n"

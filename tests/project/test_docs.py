@@ -63,7 +63,7 @@ def test_no_code_hides_behind_another_fence() -> None:
         fences = re.findall(r"^[ \t]*[`~]{3,}[ \t]*(\S*)", page.read_text(encoding="utf-8"), re.M)
         assert set(fences) <= {"", "python", "console", "diff"}, page.name
         assert fences.count("python") == sum(block[0] == page for block in BLOCKS), page.name
-    assert sum(block[0] == README for block in BLOCKS) >= 2
+    assert any(block[0] == README for block in BLOCKS)
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
@@ -86,7 +86,7 @@ def test_quoted_output_is_that_of_the_committed_runs() -> None:
     told = re.findall(r"^\|.*bad batches.* \| (\d\.\d+) \|$", readme, re.MULTILINE)
     assert told == [f"{float(loss):.2f}" for loss in losses]
     assert "in 10 seeds torch's scaler ruined 10 models" in printed
-    assert "NaN in 10 of 10 seeds" in readme
+    assert "ruins the model in 10 of 10 seeds, ampfast in none" in readme
 
 
 def test_every_page_is_in_the_menu_or_linked_from_a_page_there() -> None:
