@@ -645,6 +645,9 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         self._norm_histories.load(histories)
         self._loss_scale.load(*loaded)
         self._loss_scale.reset_minimum()
+        self._loss_scale.reset_skips()
+        if self._skip_limit is not None:
+            self.max_skips = self._skip_limit.most  # without counts on their way to the host
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -330,6 +330,11 @@ class LossScale:
             if self.words is not None:
                 self.words[layout.SKIPS_AT_MINIMUM] = 0
 
+    def reset_skips(self) -> None:
+        """Restarts the count of steps skipped in a row, as a training continues elsewhere."""
+        if self.words is not None:
+            self.words[layout.CONSECUTIVE_SKIPS] = 0
+
     def check_min_scale(self) -> None:
         """Warns or raises if steps are skipped at the minimum scale; no host sync.
 

@@ -149,6 +149,18 @@ def test_without_tracking_the_error_tells_how_to_know_more() -> None:
         Training("plain", max_skips=1).step(math.nan)
 
 
+def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
+    training = Training("plain", max_skips=2)
+    training.step(1.0)
+    good = training.scaler.state_dict()
+    for _ in range(3):
+        training.step(math.inf)
+        with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
+            training.step(math.inf)
+        training.scaler.load_state_dict(good)
+        assert training.scaler.stats().consecutive_skips == 0
+
+
 def test_a_scale_that_is_set_is_no_skipped_step() -> None:
     training = Training("plain", max_skips=2)
     training.step(math.inf)
