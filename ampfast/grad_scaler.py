@@ -78,13 +78,16 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
 
     One iteration, for gradients g, scale s and optimizer o::
 
-        scale(loss)   s * loss, so that small float16 gradients do not vanish
-        unscale_(o)   g <- g * (1 / s); found_inf <- 1 if a value written is inf or NaN, else 0
-        step(o)       unscale_(o) unless done; o.step() unless found_inf. An optimizer that takes
-                      `grad_scale` and `found_inf` (torch's fused ones) divides in its step: its
-                      gradients are only read, and found_inf <- max|g| / grad_scale is inf or NaN
-        update()      if any found_inf: s <- s * backoff_factor; else, every growth_interval
-                      iterations in a row: s <- s * growth_factor, unless that overflows
+        scale(loss)  s * loss, so that small float16 gradients do not vanish
+        unscale_(o)  g <- g * (1 / s); found_inf <- 1 if a value written is
+                     inf or NaN, else 0
+        step(o)      unscale_(o) unless done; o.step() unless found_inf. An
+                     optimizer that takes grad_scale and found_inf (torch's
+                     fused ones) divides in its step: its gradients are only
+                     read, and found_inf <- max|g| / grad_scale is inf or NaN
+        update()     if any found_inf: s <- s * backoff_factor; else, every
+                     growth_interval iterations in a row:
+                     s <- s * growth_factor, unless that overflows
 
     Everything observable is torch's bit for bit, except for the differences in docs/differences.md.
     Source of the contract: torch/amp/grad_scaler.py.
