@@ -1,7 +1,4 @@
 // How Python's named tuples are read.
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <algorithm>
 
 #include "bindings.h"
 #include "track.h"

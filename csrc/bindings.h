@@ -1,10 +1,6 @@
 // The Python face of the core: what its parts add to the module, and how they read arguments.
 #pragma once
 
-#include <ATen/EmptyTensor.h>
-#include <torch/csrc/Exceptions.h>
-
-#include <optional>
 #include <type_traits>
 
 #include "gradients.h"

@@ -1,9 +1,7 @@
 #include "device_kernels.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <mutex>

@@ -1,15 +1,11 @@
 #include "device_table.h"
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/order_preserving_flat_hash_map.h>
 
-#include <algorithm>
-#include <cstring>
 #include <unordered_map>
-#include <utility>
 
 namespace ampfast {
 

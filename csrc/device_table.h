@@ -4,9 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
-#include <vector>
-
 #include "gradients.h"
 #include "table_layout.h"
 

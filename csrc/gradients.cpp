@@ -1,16 +1,11 @@
 #include "gradients.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <array>
 #include <deque>
 

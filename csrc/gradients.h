@@ -2,10 +2,15 @@
 // the walk over an optimizer's parameters that fills it.
 #pragma once
 
+// What nearly all files use.
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>

@@ -1,12 +1,5 @@
 #include "master_weights.h"
 
-#include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <algorithm>
-#include <cstring>
-#include <utility>
-
 #include "bindings.h"
 
 namespace ampfast {

@@ -2,8 +2,6 @@
 // parameters.
 #pragma once
 
-#include <vector>
-
 #include "gradients.h"
 
 namespace ampfast {

@@ -1,6 +1,5 @@
 // The Python face of the compiled core: bindings only, no arithmetic.
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <map>

@@ -1,17 +1,9 @@
 // Calls over gradients and the update of a scale, for Python's steps. One that returns None has
 // done nothing: Python continues with a walk that takes everything.
-#include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-#include <cmath>
 #include <deque>
-#include <optional>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "bindings.h"
 #include "cpu/multi_tensor.h"

@@ -4,10 +4,8 @@
 
 #include <ATen/Parallel.h>
 
-#include <algorithm>
 #include <atomic>
 #include <numeric>
-#include <utility>
 
 #ifndef _WIN32
 #include <pthread.h>

@@ -1,7 +1,5 @@
 #include "../bindings.h"
 
-#include <algorithm>
-
 #include "../device_table.h"
 #include "../track.h"
 #include "multi_tensor.h"
