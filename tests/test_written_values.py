@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.frames import Loop
-from support.gradients import parameter_with, plant, sgd_with
+from support.gradients import parameter_with, sgd_with
 from support.optimizers import FUSED, OPTIMIZERS, Reader
 from support.outcomes import agree, outcome
 from support.scalers import Scaler, started
@@ -43,15 +43,18 @@ def test_version_counters_move_as_torchs_do() -> None:
     def use(scaler_type: Scaler) -> Any:
         scaler, gradient = started(scaler_type), torch.ones(3)
         optimizer, seen = sgd_with(gradient), []
-        for call in (scaler.unscale_, scaler.step, lambda _: scaler.update()):
-            call(optimizer)
-            seen.append(
-                [gradient._version, scaler._scale._version, scaler._growth_tracker._version]
-            )
-        scaler.update(4.0)
-        scaler.update(torch.tensor(2.0))
-        scaler.load_state_dict(scaler.state_dict())
-        return [*seen, scaler._scale._version, scaler._growth_tracker._version]
+        for call in (
+            lambda: scaler.unscale_(optimizer),
+            lambda: scaler.step(optimizer),
+            scaler.update,
+            lambda: scaler.update(4.0),
+            lambda: scaler.update(torch.tensor(2.0)),
+            lambda: scaler.load_state_dict(scaler.state_dict()),
+        ):
+            call()
+            tensors = (gradient, scaler._scale, scaler._growth_tracker)
+            seen.append([tensor._version for tensor in tensors])
+        return seen
 
     agree(use)
 
@@ -101,34 +104,26 @@ def test_a_flag_handed_out_is_never_written_again() -> None:
 # Updates
 
 
+@pytest.mark.parametrize("flag", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "value"),
     [
-        ("_growth_factor", None),
-        ("_growth_factor", "2"),
-        ("_growth_factor", 3),
-        ("_growth_factor", torch.tensor(3.0)),
+        *(("_growth_factor", value) for value in (None, "2", 3, torch.tensor(3.0))),
         ("_backoff_factor", float("inf")),
-        ("_growth_interval", 2.0),
-        ("_growth_interval", None),
-        ("_growth_interval", True),
-        ("_growth_interval", 2**40),
+        *(("_growth_interval", value) for value in (2.0, None, True, 2**40)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("flag", [0.0, 1.0])
-def test_update_with_odd_settings(setting: tuple[str, Any], flag: float) -> None:
+def test_update_with_odd_settings(name: str, value: Any, flag: float) -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.tensor([flag]))
-        plant(optimizer.param_groups[0]["params"][0].grad, "first", float("inf") if flag else 1.0)
-        setattr(scaler, *setting)
+        gradient = torch.tensor([float("inf") if flag else 1.0])
+        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(gradient)
+        setattr(scaler, name, value)
         scaler.step(optimizer)
-        try:
-            scaler.update()
-        except (TypeError, RuntimeError, ValueError) as error:
-            # The text is the dispatcher's, which lists the arguments of the op.
-            return [type(error).__name__, scaler._scale, scaler._growth_tracker]
-        return [scaler._scale, scaler._growth_tracker]
+        error = outcome(scaler.update).error
+        # The text is the dispatcher's, which lists the arguments of the op.
+        assert error is None or isinstance(error, (TypeError, RuntimeError, ValueError))
+        return [type(error).__name__, scaler._scale, scaler._growth_tracker]
 
     agree(use)
 
@@ -139,12 +134,9 @@ def test_scale_rebound_to_other_tensors(shape: tuple[int, ...], dtype: torch.dty
     def use(scaler_type: Scaler) -> Any:
         scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.ones(2))
         scaler._scale = torch.full(shape, 3.0, dtype=dtype)
-        seen: list[Any] = []
-        for call in (lambda: scaler.step(optimizer), scaler.update):
-            try:
-                call()
-            except (RuntimeError, TypeError) as error:
-                seen.append(type(error).__name__)
+        errors = [outcome(lambda: scaler.step(optimizer)).error, outcome(scaler.update).error]
+        assert all(isinstance(error, (RuntimeError, TypeError)) for error in errors if error)
+        seen = [type(error).__name__ for error in errors]
         return [*seen, scaler._scale, optimizer.param_groups[0]["params"][0].detach()]
 
     agree(use)
@@ -175,19 +167,6 @@ def test_legacy_optimizers_get_the_scaler_and_a_warning_at_the_users_line() -> N
     assert category is FutureWarning and filename == __file__
 
 
-class Unhashable:
-    """Callable that wraps a step, equals every other one, and has the attribute of a method."""
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self.step, self.__func__ = step, getattr(step, "__func__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable)
-
-
 class Slotted:
     """Callable that wraps a step, and takes no weak reference."""
 
@@ -198,6 +177,19 @@ class Slotted:
 
     def __call__(self, *, grad_scaler: Any = None) -> Any:
         return self.step(grad_scaler=grad_scaler)
+
+
+class Unhashable(Slotted):
+    """Callable that equals every other one, and has the attribute of a method."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step, self.__func__ = step, getattr(step, "__func__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -295,27 +287,23 @@ def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int
 # Gradients that share memory
 
 
-CPU = torch.device("cpu")
-
-
 def test_flags_of_several_optimizers_are_summed() -> None:
     """As torch does, which only shows where a flag is neither 0 nor 1."""
-    scales = []
-    for kind in (torch.amp.GradScaler, GradScaler):
-        scaler = kind("cpu", init_scale=4.0, growth_interval=1)
-        scaler.scale(torch.ones(()))
+
+    def use(scaler_type: Scaler) -> Any:
+        scaler = started(scaler_type, 4.0, growth_interval=1)
         for key, flag in enumerate((1.0, -1.0)):
-            scaler._per_optimizer_states[key] = {"found_inf_per_device": {CPU: torch.tensor(flag)}}
+            flags = {torch.device("cpu"): torch.tensor(flag)}
+            scaler._per_optimizer_states[key] = {"found_inf_per_device": flags}
         scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales == [8.0, 8.0]
+        return scaler.get_scale()
+
+    assert agree(use).value == 8.0
 
 
 def scaled_alone(count: int = 1000) -> tuple[GradScaler, Any, torch.nn.Parameter]:
-    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(count))
-    scaler.scale(torch.ones(()))
-    param.grad = torch.full((count,), 8.0)
-    return scaler, torch.optim.SGD([param], lr=0.1), param
+    param = parameter_with(torch.full((count,), 8.0))
+    return started(GradScaler, 4.0), torch.optim.SGD([param], lr=0.1), param
 
 
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_"])
@@ -353,8 +341,7 @@ def test_a_property_of_a_subclass_counts() -> None:
         def _enabled(self, value: bool) -> None:
             self.__dict__["_enabled"] = value
 
-    scaler, (_, optimizer, param) = Paused("cpu", init_scale=4.0), scaled_alone()
-    scaler.scale(torch.ones(()))
+    scaler, (_, optimizer, param) = started(Paused, 4.0), scaled_alone()
     scaler.paused = True  # type: ignore[attr-defined]
     scaler.step(optimizer)
     assert param.grad is not None and param.grad.eq(8).all()
@@ -370,43 +357,35 @@ def test_a_scale_that_is_written_in_place_counts(dtype: torch.dtype) -> None:
         scaler.unscale_(optimizer)
         assert param.grad.eq(8 / scale).all()
         scaler._per_optimizer_states.clear()
+    scaler.unscale_(optimizer)
+    scaler.update(16.0)
+    assert scaler._scale.item() == 16.0, "in place of one of another dtype"
+
+
+class Several:
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+class Each(GradScaler):
+    def _unscale_grads_(self, optimizer: Any, *given: Any) -> Any:
+        found = {}
+        for each in optimizer.optimizers:
+            found |= super()._unscale_grads_(each, *given)
+        return found
 
 
 def test_a_hook_takes_an_optimizer_without_groups() -> None:
-    class Several:
-        def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-            self.optimizers = optimizers
-
-        def step(self) -> None:
-            for each in self.optimizers:
-                each.step()
-
-    class Each(GradScaler):
-        def _unscale_grads_(self, optimizer: Any, *given: Any) -> Any:
-            found = {}
-            for each in optimizer.optimizers:
-                found |= super()._unscale_grads_(each, *given)
-            return found
-
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    scaler, several = (
-        Each("cpu", init_scale=4.0),
-        Several(*(torch.optim.SGD([p], 1.0) for p in params)),
-    )
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.full((3,), 4.0)
-    scaler.step(several)  # type: ignore[arg-type]
+    params = [parameter_with(torch.full((3,), 4.0), fill=0.0) for _ in range(2)]
+    several: Any = Several(*(torch.optim.SGD([p], 1.0) for p in params))
+    scaler = started(Each, 4.0)
+    scaler.step(several)
     scaler.update()
     assert all(param.eq(-1).all() for param in params)
-
-
-def test_a_new_scale_in_place_of_one_of_another_dtype() -> None:
-    scaler, optimizer, _ = scaled_alone()
-    scaler._scale = torch.tensor(4.0, dtype=torch.float64)
-    scaler.unscale_(optimizer)
-    scaler.update(16.0)
-    assert scaler._scale.item() == 16.0
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
@@ -417,11 +396,9 @@ def test_an_optimizer_gets_a_copy_of_any_scale(
 ) -> None:
     if kernels == "launcher":
         request.getfixturevalue("launcher")
-    scaler, (_, _, param) = GradScaler("cpu"), scaled_alone(3)
-    scaler.scale(torch.ones(()))
+    scaler, _, param = scaled_alone(3)
     scaler._scale = torch.tensor(4.0, dtype=dtype)
-    other = torch.nn.Parameter(torch.ones(3))
-    other.grad = torch.ones(3).to_sparse() if is_sparse else torch.ones(3)
+    other = parameter_with(torch.ones(3).to_sparse() if is_sparse else torch.ones(3))
     flag, divisor = scaler.step(Reader([param, other], lr=0.1))  # type: ignore[misc]
     assert (flag, divisor.item(), divisor.dtype) == (0.0, 4.0, dtype)
     assert divisor.data_ptr() != scaler._scale.data_ptr()
