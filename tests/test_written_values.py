@@ -30,13 +30,10 @@ def test_gradients_are_written_in_place(name: str) -> None:
         before = [(p.grad, p.grad.data_ptr()) for p in one.model.parameters()]
         one.scaler.unscale_(one.optimizer)
         after = [p.grad for p in one.model.parameters()]
-        return [
-            [a is b and a.data_ptr() == at for (b, at), a in zip(before, after, strict=True)],
-            [g._version for g in after],
-            after,
-        ]
+        assert all(a is b and a.data_ptr() == at for (b, at), a in zip(before, after, strict=True))
+        return [[g._version for g in after], after]
 
-    assert all(agree(use).value[0])
+    assert agree(use).error is None
 
 
 def test_version_counters_move_as_torchs_do() -> None:
@@ -155,15 +152,18 @@ class Legacy(torch.optim.SGD):
         return [list(flags.values()), grad_scaler._get_scale_async(), grad_scaler.get_scale()]
 
 
+def legacy() -> Any:
+    return Legacy([parameter_with(torch.ones(2))], lr=0.1)
+
+
 def test_legacy_optimizers_get_the_scaler_and_a_warning_at_the_users_line() -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer = started(scaler_type), Legacy([parameter_with(torch.ones(2))], lr=0.1)
+        scaler, optimizer = started(scaler_type), legacy()
         seen = scaler.step(optimizer)
         scaler.update()
         return [seen, scaler.state_dict(), hasattr(optimizer, "grad_scale")]
 
-    result = agree(use)
-    [(category, _, filename, _)] = result.warned
+    [(category, _, filename, _)] = agree(use).warned
     assert category is FutureWarning and filename == __file__
 
 
@@ -228,7 +228,7 @@ def test_legacy_optimizers_whose_step_is_wrapped(kind: str) -> None:
     wrap = STEPS.get(kind, lambda optimizer: Slotted(optimizer.step))
 
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer = started(scaler_type), Legacy([parameter_with(torch.ones(2))], lr=0.1)
+        scaler, optimizer = started(scaler_type), legacy()
         seen = []
         for _ in range(3):
             seen.append(outcome(lambda: scaler.step(optimizer)).comparable())
@@ -241,27 +241,17 @@ def test_legacy_optimizers_whose_step_is_wrapped(kind: str) -> None:
 
 @pytest.mark.parametrize("weak", [True, False])
 def test_a_step_at_the_address_of_another_has_a_signature_of_its_own(weak: bool) -> None:
-    class Taking:
-        if not weak:
-            __slots__ = ()
+    def kind(call: Callable[..., None]) -> type:
+        return type("Step", (), {"__call__": call, **({} if weak else {"__slots__": ()})})
 
-        def __call__(self, grad_scaler: Any = None) -> None:
-            """Takes the scaler."""
-
-    class Without(Taking):
-        if not weak:
-            __slots__ = ()
-
-        def __call__(self) -> None:  # type: ignore[override]
-            """Takes nothing."""
-
+    kinds = kind(lambda self, grad_scaler=None: None), kind(lambda self: None)
     known = len(optimizers._signatures)
     addresses = set()
     for number in range(20):
-        step = (Without if number % 2 else Taking)()
+        step = kinds[number % 2]()
         addresses.add(id(step))
-        assert takes_grad_scaler(step) is not bool(number % 2)
-        assert takes_grad_scaler(step) is not bool(number % 2)
+        for _ in range(2):
+            assert takes_grad_scaler(step) is not bool(number % 2)
         del step
     assert len(addresses) < 20, "each had an address of its own"
     assert len(optimizers._signatures) == known
@@ -278,7 +268,7 @@ class Overriding(GradScaler):
 @pytest.mark.parametrize("scaler_type", [GradScaler, Overriding])
 def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int) -> None:
     scaler = started(scaler_type)
-    optimizers = [Legacy([parameter_with(torch.ones(2))], lr=0.1) for _ in range(count)]
+    optimizers = [legacy() for _ in range(count)]
     result = outcome(lambda: scaler.step_and_update(*optimizers))
     assert result.error is None
     assert [(w[0], w[2]) for w in result.warned] == [(FutureWarning, __file__)] * count
@@ -331,16 +321,15 @@ def test_a_step_that_clears_its_entry(kind: str) -> None:
     assert loop.scaler.step(loop.optimizer) is None
 
 
+class Paused(GradScaler):
+    paused = False
+    _enabled = property(
+        lambda self: vars(self).get("_enabled", False) and not self.paused,
+        lambda self, value: vars(self).update(_enabled=value),
+    )
+
+
 def test_a_property_of_a_subclass_counts() -> None:
-    class Paused(GradScaler):
-        @property
-        def _enabled(self) -> bool:  # type: ignore[override]
-            return self.__dict__.get("_enabled", False) and not self.__dict__.get("paused")
-
-        @_enabled.setter
-        def _enabled(self, value: bool) -> None:
-            self.__dict__["_enabled"] = value
-
     scaler, (_, optimizer, param) = started(Paused, 4.0), scaled_alone()
     scaler.paused = True  # type: ignore[attr-defined]
     scaler.step(optimizer)
