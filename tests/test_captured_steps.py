@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,8 +128,7 @@ def trained(kind: str = "sgd", iterations: int = 1) -> Training:
 
 
 def state_of(training: Training) -> dict[str, Any]:
-    state: dict[str, Any] = training.scaler._per_optimizer_states[id(training.optimizer)]
-    return state
+    return training.scaler._per_optimizer_states[id(training.optimizer)]
 
 
 def is_untouched(training: Training) -> bool:
@@ -193,30 +193,6 @@ def test_an_update_that_rides_is_undone_when_the_step_raises(
 # Refused before anything else
 
 
-def refused(training: Training, capturing: Capturing, text: str) -> None:
-    named = pytest.raises(RuntimeError, match=f"^a CUDA graph .*cannot capture .*{text}")
-    with capturing.of(training.scaler) as graph, named:
-        training.scaler.step(training.optimizer)
-    assert is_untouched(training)
-    assert "begin" not in graph.calls
-
-
-def test_refused_with_a_torch_without_conditional_nodes(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = r"that the host may skip: take torch 2\.12 or newer .*CUDA 12\.4 .*fused=True"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "hip", "7.2")
-        refused(trained(), capturing, text)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    refused(trained(), capturing, text)
-
-
-def test_refused_on_another_device(capturing: Capturing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_current_device", lambda: torch.device("cuda", 1))
-    refused(trained(), capturing, "on cpu, too")
-
-
 @pytest.mark.parametrize("other", [torch.zeros((), device="meta"), 0.0])
 def test_refused_with_a_flag_elsewhere(capturing: Capturing, other: Any) -> None:
     training, flag = trained(), torch.zeros(()).as_subclass(OnGpu)
@@ -227,15 +203,23 @@ def test_refused_with_a_flag_elsewhere(capturing: Capturing, other: Any) -> None
     assert not graph.calls
 
 
-ELSEWHERE = torch.ones((), device="meta")
+ELSEWHERE, OTHER = torch.ones((), device="meta"), torch.device("cuda", 1)
 FIRST, ON_HOST = "the first step of {}, .*: run one iteration", "counts steps on the host"
 ADAGRAD = f"a step of Adagrad, which {ON_HOST}"
 
 
-def counting(kind: str, *counts: Any) -> Callable[[Training], None]:
+OLD = r"that the host may skip: take torch 2\.12 or newer .*CUDA 12\.4 .*fused=True"
+Change = Callable[[Training, pytest.MonkeyPatch], object]
+
+
+def with_(owner: Any, name: str, value: Any) -> Change:
+    return lambda training, patch: patch.setattr(owner, name, value)
+
+
+def counting(kind: str, *counts: Any) -> Change:
     """Changes to another kind of optimizer, whose parameters were stepped so often."""
 
-    def change(training: Training) -> None:
+    def change(training: Training, _: object) -> None:
         training.optimizer = getattr(torch.optim, kind)(training.params)
         for param, count in zip(training.params, counts, strict=False):
             training.optimizer.state[param]["step"] = count
@@ -243,19 +227,22 @@ def counting(kind: str, *counts: Any) -> Callable[[Training], None]:
     return change
 
 
-def not_capturable(training: Training) -> None:
+def not_capturable(training: Training, _: object) -> None:
     training.optimizer = torch.optim.Adam(training.params, capturable=False)
     training.optimizer.step()
     training.optimizer.state[training.weight]["step"] = ELSEWHERE
 
 
-def one_more(training: Training) -> None:
+def one_more(training: Training, _: object) -> None:
     training.optimizer.add_param_group({"params": [parameter_with(torch.ones(1))]})
 
 
 @pytest.mark.parametrize(
     ("kind", "iterations", "change", "text"),
     [
+        ("sgd", 1, with_(torch.version, "hip", "7.2"), OLD),
+        ("sgd", 1, with_(torch.cuda, "CUDAGraph", object), OLD),
+        ("sgd", 1, with_(capture, "_current_device", lambda: OTHER), "on cpu, too"),
         ("momentum", 0, None, FIRST.format("SGD")),
         ("adam", 0, None, FIRST.format("Adam")),
         ("adam", 1, one_more, FIRST.format("Adam")),
@@ -266,13 +253,17 @@ def one_more(training: Training) -> None:
         ("sgd", 1, counting("Adagrad", torch.ones(()), ELSEWHERE), ADAGRAD),
     ],
 )
-def test_refused_for_the_state_of_the_optimizer(
-    capturing: Capturing, kind: str, iterations: int, change: Any, text: str
+def test_refused_before_anything_else(
+    capturing: Any, monkeypatch: Any, kind: str, iterations: int, change: Change | None, text: str
 ) -> None:
     training = trained(kind, iterations)
     if change is not None:
-        change(training)
-    refused(training, capturing, text)
+        change(training, monkeypatch)
+    named = pytest.raises(RuntimeError, match=f"^a CUDA graph .*cannot capture .*{text}")
+    with capturing.of(training.scaler) as graph, named:
+        training.scaler.step(training.optimizer)
+    assert is_untouched(training)
+    assert "begin" not in graph.calls
 
 
 @pytest.mark.parametrize("is_capturable", [False, True])
@@ -297,11 +288,9 @@ def test_an_eager_step_is_not_asked(capturing: Capturing) -> None:
     assert not capturing.graph.calls
 
 
-def test_an_override_of_the_hook_decides(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_override_of_the_hook_decides(capturing: Capturing) -> None:
     training = trained()
-    monkeypatch.setattr(training.scaler, "_maybe_opt_step", lambda *args: "its own")
+    training.scaler._maybe_opt_step = lambda *args: "its own"
     with capturing.of(training.scaler) as graph:
         assert training.scaler.step(training.optimizer) == "its own"
     assert not graph.calls
@@ -320,18 +309,6 @@ class Counted(torch.Tensor):
         value = super().item()
         Counted.waits.append(value)
         return value
-
-
-class Number:
-    """Flag that is not a tensor."""
-
-    is_cuda = False
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def item(self) -> float:
-        return self.value
 
 
 @pytest.fixture
@@ -437,14 +414,14 @@ def test_the_host_waits_once_for_all_gpus(
     found: dict[Any, Any] = {"elsewhere": flags[0]}
     for index, flag in enumerate(flags[1:]):
         found[f"gpu {index}"] = flag.as_subclass(Counted)
-    found["number"] = number = Number(float(bad == on_gpus + 1))
+    number = torch.tensor(float(bad == on_gpus + 1)).item
+    found["no tensor"] = SimpleNamespace(is_cuda=False, item=number)
     steps: list[None] = []
     optimizer.step = lambda: steps.append(None)
     state = {"found_inf_per_device": found}
     scaler._maybe_opt_step(optimizer, state)
     assert len(Counted.waits) == min(on_gpus, 1)
-    is_bad = any(flag.tolist() for flag in flags) or number.value != 0.0
-    assert steps == ([] if is_bad else [None])
+    assert steps == ([None] if bad is None or bad > on_gpus + 1 else [])
     assert state["found_inf_per_device"] is found
     pretend()
     with REFUSED if on_gpus else contextlib.nullcontext():
