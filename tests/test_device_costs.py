@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -83,6 +84,9 @@ def clip(*order: float, then: Callable[[Any], None] = step, **options: Any) -> A
     return call
 
 
+defer = functools.partial(clip, in_place=False)
+
+
 class Cost(NamedTuple):
     call: Callable[[Any], None]
     launches: str
@@ -104,17 +108,13 @@ COSTS = {
     "clip": Cost(clip(), "check unscale update", 2, 1),
     "clip by the largest": Cost(clip(INF), "check unscale update", 2, 1),
     "clip, then together": Cost(clip(then=together), "check unscale update", 2, 1),
-    "defer": Cost(clip(in_place=False), "check clip update", 1, 0, FUSED),
-    "defer, then together": Cost(
-        clip(in_place=False, then=together), "check clip update", 1, 0, FUSED
-    ),
+    "defer": Cost(defer(), "check clip update", 1, 0, FUSED),
+    "defer, then together": Cost(defer(then=together), "check clip update", 1, 0, FUSED),
 }
 for limit in LIMITS:
     COSTS |= {
         f"clip, {limit}": Cost(clip(skip_above=limit), "check clip unscale update", 2, 1),
-        f"defer, {limit}": Cost(
-            clip(in_place=False, skip_above=limit), "check clip update", 1, 0, FUSED
-        ),
+        f"defer, {limit}": Cost(defer(skip_above=limit), "check clip update", 1, 0, FUSED),
         f"step, {limit}": Cost(step, "unscale clip update", 1, 1, PLAIN, {"skip_above": limit}),
         f"fused step, {limit}": Cost(step, "check clip update", 1, 0, FUSED, {"skip_above": limit}),
     }
@@ -254,12 +254,9 @@ def test_a_raising_step_takes_the_update_back() -> None:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_every_dtype_is_a_launch_and_all_share_a_table(
-    launcher: ReferenceLauncher, clips: bool
-) -> None:
-    optimizer = sgd_with(
-        *(torch.full((n,), 8.0, dtype=dtype) for n in (1, 5000) for dtype in FLOATS)
-    )
+def test_every_dtype_is_a_launch_and_all_share_a_table(launcher: Any, clips: bool) -> None:
+    sizes = [(n, dtype) for n in (1, 5000) for dtype in FLOATS]
+    optimizer = sgd_with(*(torch.full((n,), 8.0, dtype=dtype) for n, dtype in sizes))
     scaler, before = started(GradScaler, 2.0, allow_fp16=True), _C.tables_made()
     if clips:
         norm = scaler.clip_grad_norm_(optimizer, 1e9)
@@ -292,9 +289,9 @@ def test_steps_are_marked_where_the_update_rides(kind: str) -> None:
         run.optimizer.zero_grad()
         run.scaler.scale(run.loss(seed)).backward()
         if seed in (2, 4):
-            next(run.model.parameters()).grad.view(-1)[0] = math.inf
+            next(run.model.parameters()).grad.view(-1)[0] = INF
             expected.append(seed)
-        run.scaler.step_and_update(run.optimizer)
+        together(run)
         report = run.scaler.overflow_report()
         assert report.step == (expected[-1] if expected else None)
         assert [p.infinities for p in report.totals] == ([len(expected)] if expected else [])
@@ -329,10 +326,19 @@ def unscale(grads: list[torch.Tensor]) -> int:
     return _C.tables_made() - before
 
 
-def test_a_table_is_made_once() -> None:
+def test_a_table_is_made_once(launcher: ReferenceLauncher) -> None:
     grads = [torch.ones(n) for n in (3, 5000, 1)]
     assert [unscale(grads) for _ in range(4)] == [1, 0, 0, 0]
     assert_same(grads[1], torch.full((5000,), 0.5**4))
+    # Also by optimizers that step in turn.
+    lists = [[torch.ones(4)] for _ in range(500)]
+    assert [unscale(grads) for grads in lists] == [1] * 500
+    assert [unscale(grads) for grads in lists] == [0] * 500
+    # A captured one is never one that eager steps use.
+    launcher.capturing = True
+    assert [unscale(lists[0]), unscale(lists[0])] == [1, 1]
+    launcher.capturing = False
+    assert unscale(lists[0]) == 0
 
 
 def test_any_change_makes_another() -> None:
@@ -350,12 +356,6 @@ def test_any_change_makes_another() -> None:
         assert unscale(changed) == 1
         assert unscale(changed) == 0
     assert unscale(grads) == 0, "the first is still known"
-
-
-def test_optimizers_that_step_in_turn_keep_their_tables() -> None:
-    lists = [[torch.ones(4)] for _ in range(500)]
-    assert [unscale(grads) for grads in lists] == [1] * 500
-    assert [unscale(grads) for grads in lists] == [0] * 500
 
 
 def test_tables_do_not_pile_up() -> None:
@@ -378,15 +378,6 @@ def test_tables_do_not_pile_up() -> None:
     assert unscale(tensors[:1]) == 1, "long unused tables are forgotten"
     assert looked_up(1)[0] == 0
     assert looked_up(0)[0] == 1
-
-
-def test_a_captured_table_is_never_one_that_eager_steps_use(launcher: ReferenceLauncher) -> None:
-    grads = [torch.ones(4)]
-    assert unscale(grads) == 1
-    launcher.capturing = True
-    assert [unscale(grads), unscale(grads)] == [1, 1]
-    launcher.capturing = False
-    assert unscale(grads) == 0
 
 
 def uploads(grads: list[torch.Tensor], calls: int) -> list[int]:
@@ -468,18 +459,20 @@ def test_an_update_that_rides_is_as_one_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_sgd"])
+class Counting(GradScaler):
+    updates = 0
+
+    def update(self, new_scale: Any = None) -> None:
+        self.updates += 1
+        super().update(new_scale)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_sgd"])
 def test_no_update_rides_past_an_override(kind: str) -> None:
-    class Counting(GradScaler):
-        updates = 0
-
-        def update(self, new_scale: Any = None) -> None:
-            self.updates += 1
-            super().update(new_scale)
-
     run = side(Counting, kind)
     for seed in range(3):
         run.scaler.scale(run.loss(seed)).backward()
-        run.scaler.step_and_update(run.optimizer)
+        together(run)
     assert run.scaler.updates == 3
 
 
