@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,16 +27,11 @@ def six(*more: float) -> torch.optim.SGD:
 # State machine
 
 
-def unscale_again(scaler: GradScaler, optimizer: Any) -> None:
-    scaler.unscale_(optimizer)
+CALLS = [GradScaler.unscale_, lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0)]
 
 
-def clip_again(scaler: GradScaler, optimizer: Any) -> None:
-    scaler.clip_grad_norm_(optimizer, 1.0)
-
-
-@pytest.mark.parametrize("first", [unscale_again, clip_again])
-@pytest.mark.parametrize("then", [unscale_again, clip_again])
+@pytest.mark.parametrize("first", CALLS, ids=["unscale_", "clip"])
+@pytest.mark.parametrize("then", CALLS, ids=["unscale_", "clip"])
 def test_unscaling_twice_is_refused(first: Callable, then: Callable) -> None:
     scaler, optimizer, other = started(GradScaler), six(), six()
     first(scaler, optimizer)
@@ -115,11 +110,12 @@ def test_without_gradients(order: float) -> None:
 # Bad input
 
 
-class Both:
+class Both(NamedTuple):
     """Value, and the error that refuses it."""
 
-    def __init__(self, value: Any, error: type[Exception], match: str) -> None:
-        self.value, self.error, self.match = value, error, match
+    value: Any
+    error: type[Exception]
+    match: str
 
 
 LIMIT = r"max_norm must be a Python number, ampfast\.Percentile or ampfast\.ZScore, got"
@@ -303,36 +299,34 @@ def test_a_disabled_scaler_clips(order: float) -> None:
 
 def test_sparse_gradients_are_coalesced_first() -> None:
     for order, exact in ((2.0, 5.0), (INF, 4.0), (1.0, 7.0)):
-        parameter = torch.nn.Parameter(torch.zeros(4))
-        parameter.grad = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        scaler = started(GradScaler, 8.0)
+        sparse = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,))
+        optimizer, scaler = sgd_with(sparse), started(GradScaler, 8.0)
         assert scaler.grad_norm(optimizer, order).item() == exact
         norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
         assert norm.item() == exact
-        coefficient = coefficient_of(norm, 1.0).float()
-        assert_same(parameter.grad.to_dense(), torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient)
+        expected = torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient_of(norm, 1.0).float()
+        assert_same(grads_of(optimizer)[0].to_dense(), expected)
         scaler.step(optimizer)
         assert not scaler.step_skipped(optimizer)
 
 
 @pytest.mark.parametrize("order", [2.0, INF, 3.0])
 def test_kinds_of_gradients_share_a_norm(order: float) -> None:
-    def make() -> list[torch.Tensor]:
-        return [make_gradient("long", torch.float32), make_gradient("every_other", torch.float64)]
-
-    grads = make()
+    grads, before = (
+        [make_gradient("long", torch.float32), make_gradient("every_other", torch.float64)]
+        for _ in range(2)
+    )
     pair = TwoTensor(torch.tensor([24.0]), torch.tensor([24.0]))
     optimizer = sgd_with(*grads, pair)
     scaler = started(GradScaler, 8.0)
-    exact = exact_norm([*make(), torch.tensor([24.0])], 8.0, order)
+    exact = exact_norm([*before, torch.tensor([24.0])], 8.0, order)
     assert scaler.grad_norm(optimizer, order).item() == pytest.approx(exact, rel=1e-6)
     norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
     assert norm.dtype == torch.float64 and type(norm) is torch.Tensor
     assert norm.item() == pytest.approx(exact, rel=1e-6)
     coefficient = coefficient_of(norm, 1.0)
-    for grad, before in zip(grads, make(), strict=True):
-        torch.testing.assert_close(grad, before / 8 * coefficient.to(grad.dtype))
+    for grad, was in zip(grads, before, strict=True):
+        torch.testing.assert_close(grad, was / 8 * coefficient.to(grad.dtype))
     assert pair.a.item() == pair.b.item() == pytest.approx(3 * coefficient.item())
 
 
