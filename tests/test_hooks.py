@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import parameter_with
+from support.gradients import parameter_with, sgd_with
 from support.outcomes import agree
-from support.scalers import Scaler, TorchScaler
+from support.scalers import Scaler, TorchScaler, started
 from support.twins import side
 
 from ampfast import GradScaler
@@ -65,13 +65,13 @@ def replaced(scaler_type: Scaler, where: str, name: str, hook: Hook) -> Scaler:
 def run(scaler_type: Scaler, optimizer: Any, at_once: bool = False, **arguments: Any) -> Any:
     """Takes five steps, one of which overflows and two of which unscale first.
 
-    `at_once`, each ends in one call of ours, and in two of torch's, and none unscales first.
+    Or three `at_once`, which end in one call of ours and in two of torch's.
     """
     one = side(scaler_type, optimizer, init_scale=1024.0, growth_interval=2, **arguments)
-    for seed in range(5):
+    for seed, is_bad in enumerate([0, 1, 0] if at_once else [0, 0, 1, 0, 0]):
         one.optimizer.zero_grad()
         one.scaler.scale(one.loss(seed)).backward()
-        if seed == 2:
+        if is_bad:
             next(one.model.parameters()).grad.view(-1)[3] = math.inf
         if at_once and isinstance(one.scaler, GradScaler):
             one.scaler.step_and_update(one.optimizer)
@@ -229,22 +229,21 @@ def test_attributes_may_become_properties(attribute: str) -> None:
 
     def use(scaler_type: Scaler) -> Any:
         store: dict[str, Any] = {}
-        place = property(
-            lambda self: store[attribute], lambda self, value: store.update({attribute: value})
-        )
+        place = property(lambda _: store["kept"], lambda _, value: store.update(kept=value))
         return run(type("Scaler", (scaler_type,), {attribute: place}), "adam")
 
     agree(use)
 
 
-def test_arguments_and_results_pass_through_step() -> None:
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure: Any = None, factor: float = 1.0) -> list[Any]:
-            super().step()
-            return [closure() if closure else None, factor]
+class Returning(torch.optim.SGD):
+    def step(self, closure: Any = None, factor: float = 1.0) -> list[Any]:
+        super().step()
+        return [closure() if closure else None, factor]
 
+
+def test_arguments_and_results_pass_through_step() -> None:
     def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, lambda params: Optimizer(params, lr=0.1), init_scale=8.0)
+        one = side(scaler_type, lambda params: Returning(params, lr=0.1), init_scale=8.0)
         results = []
         for arguments, keywords in [((), {}), ((None,), {}), ((lambda: 7,), {"factor": 2.0})]:
             one.scaler.scale(one.loss(0)).backward()
@@ -279,19 +278,19 @@ def test_a_scale_that_is_nowhere_is_an_error() -> None:
     assert isinstance(agree(use).error, AssertionError)
 
 
+class Told(torch.optim.SGD):
+    def step(self) -> Any:
+        return self.found_inf
+
+
 def test_an_override_without_a_check_gives_torchs_result() -> None:
-    given = []
-
-    class Told(torch.optim.SGD):
-        def step(self) -> None:
-            given.append(self.found_inf)
-
-    for scaler_type in (GradScaler, TorchScaler):
+    def use(scaler_type: Scaler) -> Any:
         one = side(scaler_type, lambda params: Told(params, lr=0.1, momentum=0.9, fused=True))
         one.scaler._check_inf_per_device = lambda optimizer: {}
         one.scaler.scale(one.loss(0)).backward()
-        one.scaler.step(one.optimizer)
-    assert given == [0, 0]
+        return one.scaler.step(one.optimizer)
+
+    assert agree(use).value == 0
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "fused_sgd"])
@@ -406,19 +405,17 @@ def test_a_scale_that_nobody_made_is_an_error(method: str) -> None:
         assert isinstance(agree(use).error, AssertionError)
 
 
-def test_an_entry_has_torchs_keys_alone() -> None:
+class Calls(GradScaler):
+    def _unscale_grads_(self, *args: Any) -> Any:
+        return super()._unscale_grads_(*args)
+
+
+@pytest.mark.parametrize("kind", [TorchScaler, GradScaler, Calls])
+def test_an_entry_has_torchs_keys_alone(kind: Scaler) -> None:
     """Also behind an override, whose call is marked meanwhile."""
-
-    class Calls(GradScaler):
-        def _unscale_grads_(self, *args: Any) -> Any:
-            return super()._unscale_grads_(*args)
-
-    for kind in (TorchScaler, GradScaler, Calls):
-        scaler, param = kind("cpu"), torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([param])
-        scaler.scale(param.sum()).backward()
-        scaler.unscale_(optimizer)
-        assert set(scaler._per_optimizer_states[id(optimizer)]) == {"stage", "found_inf_per_device"}
+    scaler, optimizer = started(kind), sgd_with(torch.ones(2))
+    scaler.unscale_(optimizer)
+    assert set(scaler._per_optimizer_states[id(optimizer)]) == {"stage", "found_inf_per_device"}
 
 
 @pytest.mark.parametrize("name", ["unscale_", "step", "update", "_maybe_opt_step"])
