@@ -219,8 +219,14 @@ def test_irregular_gradients() -> None:
 def test_bad_track(track: Any) -> None:
     with pytest.raises(ValueError if isinstance(track, str) else TypeError, match="track must be"):
         GradScaler("cpu", track=track)
+
+
+def test_without_track() -> None:
+    scaler = started(None)
+    scaler.name_parameters(net())
     with pytest.raises(RuntimeError, match="made with track='overflow'"):
-        started(None).overflow_report()
+        scaler.overflow_report()
+    assert "_tracking" not in vars(scaler)
 
 
 class Own(GradScaler):
