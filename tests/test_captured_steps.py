@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from support.captures import (
 )
 from support.gradients import parameter_with
 from support.reference_launcher import ReferenceLauncher
-from support.scalers import TorchScaler
+from support.scalers import TorchScaler, started
 
 from ampfast import GradScaler, Sigmas, capture, grad_scaler
 from ampfast.backends import scalars
@@ -64,56 +65,52 @@ def test_replays_clip_as_eager_steps(capturing: Capturing, kind: str) -> None:
     assert_replays_are_eager(capturing, kind, clip_then_step, GradScaler)
 
 
-def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
+def clipping(capturing: Capturing, **arguments: Any) -> list[Callable[..., Any]]:
+    """Loads norms, replays a captured step that has a limit, and returns its norms."""
     training = trained()
     scaler, optimizer = training.scaler, training.optimizer
 
     def clip_and_step() -> None:
-        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4))
+        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4, **arguments))
         training.step()
 
     clip_and_step()
     with capturing.of(scaler) as graph:
         clip_and_step()
-    for last, reason in ((1.0, "spike"), (1e6, None)):
-        saved, norms = scaler.state_dict(), [1e-3, last, 1e-3, last]
+
+    def load(norms: Any) -> None:
+        saved = scaler.state_dict()
         saved["ampfast"]["norms"] = [norms]
         scaler.load_state_dict(saved)
+
+    def replay() -> str | None:
         training.feed(1)
         optimizer.zero_grad(set_to_none=False)
         training.backward()
         graph.replay()
-        assert scaler.skip_reason(optimizer) == reason
-        (kept,) = scaler.state_dict()["ampfast"]["norms"]
+        return scaler.skip_reason(optimizer)
+
+    return [load, replay, lambda: scaler.state_dict()["ampfast"]["norms"][0]]
+
+
+def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
+    load, replay, kept = clipping(capturing)
+    for last, reason in ((1.0, "spike"), (1e6, None)):
+        norms = [1e-3, last, 1e-3, last]
+        load(norms)
+        assert replay() == reason
         if reason:
-            assert kept == {"norms": norms, "spikes": 1}
+            assert kept() == {"norms": norms, "spikes": 1}
         else:
-            assert kept[:3] == norms[1:] and kept[-1] not in (1e-3, last)
+            assert kept()[:3] == norms[1:] and kept()[-1] not in (1e-3, last)
 
 
 def test_replays_take_a_lasting_change_as_usual(capturing: Capturing) -> None:
-    training = trained()
-    scaler, optimizer = training.scaler, training.optimizer
-
-    def clip_and_step() -> None:
-        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4, patience=3))
-        training.step()
-
-    clip_and_step()
-    with capturing.of(scaler) as graph:
-        clip_and_step()
-    saved, reasons = scaler.state_dict(), []
-    saved["ampfast"]["norms"] = [{"norms": [1e-3] * 4, "spikes": 1}]
-    scaler.load_state_dict(saved)
-    for _ in range(4):
-        training.feed(1)
-        optimizer.zero_grad(set_to_none=False)
-        training.backward()
-        graph.replay()
-        reasons.append(scaler.skip_reason(optimizer))
-    assert reasons == ["spike", "spike", None, None]
+    load, replay, kept = clipping(capturing, patience=3)
+    load({"norms": [1e-3] * 4, "spikes": 1})
+    assert [replay() for _ in range(4)] == ["spike", "spike", None, None]
     with pytest.warns(UserWarning, match="Sigmas: 3 steps in a row"):
-        assert len(scaler.state_dict()["ampfast"]["norms"][0]) == 2
+        assert len(kept()) == 2
 
 
 # Calls that capture a step, each of which fails in turn
@@ -131,8 +128,7 @@ def trained(kind: str = "sgd", iterations: int = 1) -> Training:
 
 
 def state_of(training: Training) -> dict[str, Any]:
-    state: dict[str, Any] = training.scaler._per_optimizer_states[id(training.optimizer)]
-    return state
+    return training.scaler._per_optimizer_states[id(training.optimizer)]
 
 
 def is_untouched(training: Training) -> bool:
@@ -197,30 +193,6 @@ def test_an_update_that_rides_is_undone_when_the_step_raises(
 # Refused before anything else
 
 
-def refused(training: Training, capturing: Capturing, text: str) -> None:
-    named = pytest.raises(RuntimeError, match=f"^a CUDA graph .*cannot capture .*{text}")
-    with capturing.of(training.scaler) as graph, named:
-        training.scaler.step(training.optimizer)
-    assert is_untouched(training)
-    assert "begin" not in graph.calls
-
-
-def test_refused_with_a_torch_without_conditional_nodes(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = r"that the host may skip: take torch 2\.12 or newer .*CUDA 12\.4 .*fused=True"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "hip", "7.2")
-        refused(trained(), capturing, text)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    refused(trained(), capturing, text)
-
-
-def test_refused_on_another_device(capturing: Capturing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_current_device", lambda: torch.device("cuda", 1))
-    refused(trained(), capturing, "on cpu, too")
-
-
 @pytest.mark.parametrize("other", [torch.zeros((), device="meta"), 0.0])
 def test_refused_with_a_flag_elsewhere(capturing: Capturing, other: Any) -> None:
     training, flag = trained(), torch.zeros(()).as_subclass(OnGpu)
@@ -231,48 +203,67 @@ def test_refused_with_a_flag_elsewhere(capturing: Capturing, other: Any) -> None
     assert not graph.calls
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_refused_the_step_that_makes_the_state(capturing: Capturing, kind: str) -> None:
-    refused(trained(kind, 0), capturing, "the first step of (SGD|Adam), .*: run one iteration")
+ELSEWHERE, OTHER = torch.ones((), device="meta"), torch.device("cuda", 1)
+FIRST, ON_HOST = "the first step of {}, .*: run one iteration", "counts steps on the host"
+ADAGRAD = f"a step of Adagrad, which {ON_HOST}"
 
 
-def test_refused_a_step_that_counts_on_the_host(capturing: Capturing) -> None:
-    training = trained()
+OLD = r"that the host may skip: take torch 2\.12 or newer .*CUDA 12\.4 .*fused=True"
+Change = Callable[[Training, pytest.MonkeyPatch], object]
+
+
+def with_(owner: Any, name: str, value: Any) -> Change:
+    return lambda training, patch: patch.setattr(owner, name, value)
+
+
+def counting(kind: str, *counts: Any) -> Change:
+    """Changes to another kind of optimizer, whose parameters were stepped so often."""
+
+    def change(training: Training, _: object) -> None:
+        training.optimizer = getattr(torch.optim, kind)(training.params)
+        for param, count in zip(training.params, counts, strict=False):
+            training.optimizer.state[param]["step"] = count
+
+    return change
+
+
+def not_capturable(training: Training, _: object) -> None:
     training.optimizer = torch.optim.Adam(training.params, capturable=False)
     training.optimizer.step()
-    training.optimizer.state[training.weight]["step"] = torch.ones((), device="meta")
-    refused(training, capturing, "counts steps on the host, .*: make it with capturable=True")
+    training.optimizer.state[training.weight]["step"] = ELSEWHERE
 
 
-def test_refused_the_first_step_of_one_without_capturable(capturing: Capturing) -> None:
-    training = trained()
-    training.optimizer = torch.optim.Muon(training.params)
-    refused(training, capturing, "the first step of Muon, .*: run one iteration")
+def one_more(training: Training, _: object) -> None:
+    training.optimizer.add_param_group({"params": [parameter_with(torch.ones(1))]})
 
 
-@pytest.mark.parametrize("count", [1, torch.ones((), device="meta")], ids=["int", "elsewhere"])
-def test_refused_a_count_of_steps_on_the_host(capturing: Capturing, count: Any) -> None:
-    training = trained()
-    training.optimizer = torch.optim.Adagrad(training.params)
-    training.optimizer.state[training.weight]["step"] = count
-    refused(training, capturing, "a step of Adagrad, which counts steps on the host")
-
-
-def test_refused_one_count_of_steps_on_the_host_among_others(capturing: Capturing) -> None:
-    training = trained()
-    training.optimizer = torch.optim.Adagrad(training.params)
-    counts = [torch.ones(()) for _ in training.params]
-    counts[-1] = torch.ones((), device="meta")
-    for param, count in zip(training.params, counts, strict=True):
-        training.optimizer.state[param]["step"] = count
-    refused(training, capturing, "a step of Adagrad, which counts steps on the host")
-
-
-def test_refused_one_parameter_without_state_among_others(capturing: Capturing) -> None:
-    training = trained("adam")
-    training.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-    training.optimizer.param_groups[-1]["params"][0].grad = torch.ones(1)
-    refused(training, capturing, "the first step of Adam, .*: run one iteration")
+@pytest.mark.parametrize(
+    ("kind", "iterations", "change", "text"),
+    [
+        ("sgd", 1, with_(torch.version, "hip", "7.2"), OLD),
+        ("sgd", 1, with_(torch.cuda, "CUDAGraph", object), OLD),
+        ("sgd", 1, with_(capture, "_current_device", lambda: OTHER), "on cpu, too"),
+        ("momentum", 0, None, FIRST.format("SGD")),
+        ("adam", 0, None, FIRST.format("Adam")),
+        ("adam", 1, one_more, FIRST.format("Adam")),
+        ("sgd", 1, counting("Muon"), FIRST.format("Muon")),
+        ("sgd", 1, not_capturable, f"{ON_HOST}, .*: make it with capturable=True"),
+        ("sgd", 1, counting("Adagrad", 1), ADAGRAD),
+        ("sgd", 1, counting("Adagrad", ELSEWHERE), ADAGRAD),
+        ("sgd", 1, counting("Adagrad", torch.ones(()), ELSEWHERE), ADAGRAD),
+    ],
+)
+def test_refused_before_anything_else(
+    capturing: Any, monkeypatch: Any, kind: str, iterations: int, change: Change | None, text: str
+) -> None:
+    training = trained(kind, iterations)
+    if change is not None:
+        change(training, monkeypatch)
+    named = pytest.raises(RuntimeError, match=f"^a CUDA graph .*cannot capture .*{text}")
+    with capturing.of(training.scaler) as graph, named:
+        training.scaler.step(training.optimizer)
+    assert is_untouched(training)
+    assert "begin" not in graph.calls
 
 
 @pytest.mark.parametrize("is_capturable", [False, True])
@@ -297,11 +288,9 @@ def test_an_eager_step_is_not_asked(capturing: Capturing) -> None:
     assert not capturing.graph.calls
 
 
-def test_an_override_of_the_hook_decides(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_override_of_the_hook_decides(capturing: Capturing) -> None:
     training = trained()
-    monkeypatch.setattr(training.scaler, "_maybe_opt_step", lambda *args: "its own")
+    training.scaler._maybe_opt_step = lambda *args: "its own"
     with capturing.of(training.scaler) as graph:
         assert training.scaler.step(training.optimizer) == "its own"
     assert not graph.calls
@@ -322,18 +311,6 @@ class Counted(torch.Tensor):
         return value
 
 
-class Number:
-    """Flag that is not a tensor."""
-
-    is_cuda = False
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def item(self) -> float:
-        return self.value
-
-
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Simulates a capture that never ends."""
@@ -344,12 +321,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             monkeypatch.setattr(module, "is_capturing", lambda: True)
 
     return begin
-
-
-def started(**arguments: Any) -> GradScaler:
-    scaler = GradScaler("cpu", init_scale=8.0, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
 
 
 def sgd(*grads: float, **arguments: Any) -> torch.optim.Optimizer:
@@ -371,7 +342,7 @@ READS = {
 
 @pytest.mark.parametrize(("name", "what"), READS.items(), ids=READS)
 def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], None]) -> None:
-    scaler, optimizer = started(track="overflow"), sgd(1.0)
+    scaler, optimizer = started(GradScaler, track="overflow"), sgd(1.0)
     scaler.step(optimizer)
     scaler.update()
     arguments = (optimizer,) if name in ("step_skipped", "health") else ()
@@ -379,10 +350,6 @@ def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], N
     pretend()
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):
         getattr(scaler, name)(*arguments)
-
-
-def test_a_disabled_scaler_reads_nothing(pretend: Callable[[], None]) -> None:
-    pretend()
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
 
 
@@ -402,25 +369,31 @@ def test_refuses_to_create_state_off_the_cpu(pretend: Callable[[], None]) -> Non
         moved.words_on(meta)
 
 
-def test_kept_state_moves_with_the_scale() -> None:
+def test_state_moves_with_the_scale() -> None:
     state = LossScale(Limits())
     state.words_on(torch.device("cpu"))
     state._new_words = lambda: pytest.fail("made anew")
     assert state.words_on(torch.device("meta")).device.type == "meta"
+    scaler, optimizer = started(GradScaler), sgd(1.0)
+    scaler.step(optimizer)
+    scaler._scale = scaler._scale.to("meta")
+    assert scaler.found_inf(optimizer).device.type == "meta"
 
 
-def test_refuses_the_first_fused_step_with_momentum(pretend: Callable[[], None]) -> None:
-    scaler, optimizer = started(), sgd(1.0, fused=True, momentum=0.9)
+def test_steps_of_a_capture_on_the_cpu(pretend: Callable[[], None]) -> None:
+    scaler, momentum, optimizer = started(GradScaler), sgd(1.0, fused=True, momentum=0.9), sgd(1.0)
     pretend()
     with REFUSED:
-        scaler.step(optimizer)
+        scaler.step(momentum)
+    scaler.step(optimizer)  # which is not part of it
+    assert scaler.found_inf(optimizer).tolist() == 0.0
 
 
 @pytest.mark.parametrize("overridden", [False, True])
 def test_refuses_a_plain_step_before_it_unscales(
     overridden: bool, pretend: Callable[[], None]
 ) -> None:
-    scaler, optimizer = started(), sgd(1.0)
+    scaler, optimizer = started(GradScaler), sgd(1.0)
     scaler._scale = scaler._scale.as_subclass(Counted)
     if overridden:  # an override may decide on the device
         scaler._maybe_opt_step = lambda *args, **kwargs: None
@@ -431,31 +404,24 @@ def test_refuses_a_plain_step_before_it_unscales(
     assert stage == ("STEPPED" if overridden else "READY")
 
 
-def test_a_plain_step_on_the_cpu_is_not_part_of_a_capture(pretend: Callable[[], None]) -> None:
-    scaler, optimizer = started(), sgd(1.0)
-    pretend()
-    scaler.step(optimizer)
-    assert scaler.found_inf(optimizer).tolist() == 0.0
-
-
 @pytest.mark.parametrize("bad", [None, 0, 1, 2])
 @pytest.mark.parametrize("on_gpus", [0, 1, 2])
 def test_the_host_waits_once_for_all_gpus(
     on_gpus: int, bad: int | None, pretend: Callable[[], None]
 ) -> None:
-    scaler, optimizer = started(), sgd(1.0)
+    scaler, optimizer = started(GradScaler), sgd(1.0)
     flags = [torch.tensor(float(index == bad)) for index in range(on_gpus + 1)]
     found: dict[Any, Any] = {"elsewhere": flags[0]}
     for index, flag in enumerate(flags[1:]):
         found[f"gpu {index}"] = flag.as_subclass(Counted)
-    found["number"] = number = Number(float(bad == on_gpus + 1))
+    number = torch.tensor(float(bad == on_gpus + 1)).item
+    found["no tensor"] = SimpleNamespace(is_cuda=False, item=number)
     steps: list[None] = []
     optimizer.step = lambda: steps.append(None)
     state = {"found_inf_per_device": found}
     scaler._maybe_opt_step(optimizer, state)
     assert len(Counted.waits) == min(on_gpus, 1)
-    is_bad = any(flag.tolist() for flag in flags) or number.value != 0.0
-    assert steps == ([] if is_bad else [None])
+    assert steps == ([None] if bad is None or bad > on_gpus + 1 else [])
     assert state["found_inf_per_device"] is found
     pretend()
     with REFUSED if on_gpus else contextlib.nullcontext():
@@ -470,23 +436,17 @@ def test_stays_enabled_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert GradScaler("cuda").is_enabled()
 
 
-def test_found_inf_is_on_the_device_of_the_scale() -> None:
-    scaler, optimizer = started(), sgd(1.0)
-    scaler.step(optimizer)
-    scaler._scale = scaler._scale.to("meta")
-    assert scaler.found_inf(optimizer).device.type == "meta"
+class Arrival:
+    has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.has_come = True
 
 
 def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Arrival:
-        has_come = False
-
-        def query(self) -> bool:
-            return self.has_come
-
-        def synchronize(self) -> None:
-            self.has_come = True
-
     ways: list[Any] = []
 
     def copy(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
@@ -495,18 +455,15 @@ def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(scalars, "copy_to_host_async", copy)
     copies = scalars.HostCopies()
-
-    def arrived(value: int) -> list[int] | None:
-        return copies.latest(torch.tensor([value]).as_subclass(Counted))
-
-    assert arrived(1) is None and len(ways) == 1
-    assert arrived(2) is None and len(ways) == 1
-    ways[0][1].has_come = True
-    assert arrived(3) == [1] and len(ways) == 2
-    assert arrived(4) is None and len(ways) == 2
-    ways[1][1].has_come = True
-    assert arrived(5) == [3] and len(ways) == 3
-    assert arrived(6) == [5] and len(ways) == 4
+    for value, comes, arrived, count in (
+        *((1, None, None, 1), (2, None, None, 1)),
+        *((3, 0, [1], 2), (4, None, None, 2)),
+        *((5, 1, [3], 3), (6, None, [5], 4)),
+    ):
+        if comes is not None:
+            ways[comes][1].has_come = True
+        assert copies.latest(torch.tensor([value]).as_subclass(Counted)) == arrived
+        assert len(ways) == count
     assert copies.latest(torch.tensor([7]).as_subclass(Counted), waits=True) == [6]
     assert pickle.loads(pickle.dumps(copies))._pending is None
     assert scalars.HostCopies().latest(torch.tensor([7])) == [7]

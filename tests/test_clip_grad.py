@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from support.outcomes import outcome
 from support.reference_launcher import ReferenceLauncher
 from torch import Tensor
 from torch.nn import utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast import functional
 
@@ -32,19 +34,26 @@ def with_grads(*grads: Tensor) -> list[torch.nn.Parameter]:
 
 def layer() -> list[torch.nn.Parameter]:
     """Ten times ten weights and as many biases, whose gradients rise from 1."""
-    params = list(torch.nn.Linear(10, 10).parameters())
-    for param, first in zip(params, (1.0, 3.0), strict=True):
-        steps = torch.arange(first, first + param.numel())
-        param.grad = steps.view_as(param).div(3 if param.dim() == 1 else 1)
-    return params
+    return with_grads(torch.arange(1.0, 101).view(10, 10), torch.arange(3.0, 13) / 3)
+
+
+def pair() -> list[torch.nn.Parameter]:
+    return with_grads(torch.tensor([3.0, 4.0]))
+
+
+def both(call: Callable[[Any, Any], Any], make: Callable[[], list[Any]] = pair) -> list[Any]:
+    """Outcome of a call with functions and parameters, and gradients after it: ours, torch's."""
+    found = []
+    for side in (functional, utils):
+        params = make()
+        found.append((outcome(partial(call, side, params)), [p.grad for p in params]))
+    return found
 
 
 @SIDES
 @FOREACH
 def test_one_tensor_and_a_list_of_one(side: Any, foreach: bool | None) -> None:
-    one, other = torch.randn(10, 10, requires_grad=True), torch.randn(10, 10, requires_grad=True)
-    one.grad = torch.arange(1.0, 101).view(10, 10)
-    other.grad = one.grad.clone()
+    one, other = layer()[0], layer()[0]
     norms = [side.clip_grad_norm_(given, 2.0, 0.5, foreach=foreach) for given in (one, [other])]
     assert_same(norms[0], norms[1])
     assert_same(one.grad, other.grad)
@@ -131,15 +140,13 @@ def test_norms_have_torchs_dtype_and_the_rules_values(dtypes: Any, order: float)
 @pytest.mark.parametrize("layout", ["overlapping", "every_other", "empty", "transposed", "scalar"])
 @pytest.mark.parametrize("order", [1.0, 2.0, INF])
 def test_layouts(layout: str, order: float) -> None:
-    def sides(call: Callable[[Any, Any], Any]) -> list[Any]:
-        results = []
-        for side in (functional, utils):
-            grads = [make_gradient(layout, seed=seed) for seed in (1, 2)] + [torch.ones(3)]
-            params = [parameter_with(grad) for grad in grads]
-            results.append((outcome(lambda s=side, p=params: call(s, p)), [p.grad for p in params]))
-        return results
+    def make() -> list[Any]:
+        grads = [make_gradient(layout, seed=seed) for seed in (1, 2)] + [torch.ones(3)]
+        return [parameter_with(grad) for grad in grads]
 
-    (ours, our_grads), (theirs, their_grads) = sides(lambda s, p: s.clip_grad_norm_(p, 0.5, order))
+    (ours, *our_grads), (theirs, *their_grads) = both(
+        lambda side, params: side.clip_grad_norm_(params, 0.5, order), make
+    )
     assert repr(ours.error) == repr(theirs.error)
     if theirs.error is None:
         torch.testing.assert_close(ours.value, theirs.value, rtol=1e-6, atol=0)
@@ -161,79 +168,77 @@ IRREGULAR: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_irregular_gradients_take_torchs_function(kind: str) -> None:
-    results = []
-    for side in (functional, utils):
-        params = with_grads(torch.full((2,), 3.0))
-        params.append(torch.nn.Parameter(torch.empty_like(IRREGULAR[kind]().to_dense())))
-        params[-1].grad = IRREGULAR[kind]()
-        results.append((outcome(lambda s=side, p=params: s.clip_grad_norm_(p, 1.0)), params))
-    (ours, our_params), (theirs, their_params) = results
-    assert_same(ours.comparable(), theirs.comparable())
+    def make() -> list[Any]:
+        irregular = torch.nn.Parameter(torch.empty_like(IRREGULAR[kind]().to_dense()))
+        irregular.grad = IRREGULAR[kind]()
+        return [*with_grads(torch.full((2,), 3.0)), irregular]
+
+    ours, theirs = both(lambda side, params: side.clip_grad_norm_(params, 1.0), make)
+    assert_same(ours[0].comparable(), theirs[0].comparable())
     if kind not in ("sparse", "meta"):
-        assert_same([p.grad for p in our_params], [p.grad for p in their_params])
+        assert_same(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        (3, 1.0),
-        ([3], 1.0),
-        ([None], 1.0),
-        ("params", "one"),
-        ("params", 1.0, "two"),
-        ("params", "one", "two"),
-        ("params", None),
-        ("params", 1.0, None),
-        ("params", "1.0", "2.0"),
-        ("params", torch.tensor(1.0)),
-        ("params", torch.ones(2)),
-        ("params", -1.0),
-        ("params", math.nan),
-        ("params", 1.0, -INF),
+        *((3, 1.0), ([3], 1.0), ([None], 1.0)),
+        *(("params", limit) for limit in ("one", None, torch.tensor(1.0), torch.ones(2))),
+        *(("params", limit) for limit in (-1.0, -INF, math.nan)),
+        *(("params", 1.0, order) for order in ("two", None, -INF)),
+        *(("params", "one", "two"), ("params", "1.0", "2.0")),
     ],
     ids=str,
 )
 def test_arguments_are_refused_as_by_torch(arguments: tuple[Any, ...]) -> None:
-    found = []
-    for side in (functional, utils):
-        params = with_grads(torch.tensor([3.0, 4.0]))
+    def call(side: Any, params: Any) -> Any:
         given = [params if each == "params" else each for each in arguments]
-        found.append((outcome(lambda s=side, g=given: s.clip_grad_norm_(*g)), params[0].grad))
-    (ours, our_grad), (theirs, their_grad) = found
+        return side.clip_grad_norm_(*given)
+
+    (ours, our_grads), (theirs, their_grads) = both(call)
     assert repr(ours.error) == repr(theirs.error)
     if theirs.error is None:
         torch.testing.assert_close(ours.value, theirs.value)
-    torch.testing.assert_close(our_grad, their_grad, equal_nan=True)
+    torch.testing.assert_close(our_grads, their_grads, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", [torch.tensor([2.0]), torch.tensor(2.0 + 1.0j)], ids=str)
+def test_a_total_norm_that_is_no_real_scalar_is_torchs(norm: Tensor) -> None:
+    ours, theirs = both(lambda side, params: side.clip_grads_with_norm_(params[0], 1.0, norm))
+    assert isinstance(ours[0].error, (RuntimeError, NotImplementedError))
+    assert_same(ours[0].comparable()[0], theirs[0].comparable()[0])
+    assert_same(ours[1], theirs[1])
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_mode_sees_torchs_ops() -> None:
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    names: list[str] = []
-    with Seen():
+    with Seen() as seen:
         functional.clip_grad_norm_(with_grads(torch.ones(3)), 1.0)
-    assert "aten._foreach_mul_.Tensor" in names
+    assert "aten._foreach_mul_.Tensor" in seen.names
 
 
 def test_compiled_code_takes_torchs_function() -> None:
-    def clip(side: Any) -> tuple[Tensor | str, Tensor]:
-        [param] = with_grads(torch.tensor([3.0, 4.0]))
-
+    def clip(side: Any, params: Any) -> Tensor | str:
         @torch.compile(backend="eager", fullgraph=True)
         def scaled(param: Tensor) -> Tensor:
             return side.clip_grad_norm_([param], 1.0) * 2
 
         try:
-            return scaled(param), param.grad
+            return scaled(params[0])
         except torch._dynamo.exc.Unsupported as error:  # torch 2.10 refuses its own function
-            return str(error).partition("\n")[0], param.grad
+            return str(error).partition("\n")[0]
 
-    assert_same(clip(functional), clip(utils))
+    (ours, our_grads), (theirs, their_grads) = both(clip)
+    assert_same([ours.error, ours.value, our_grads], [theirs.error, theirs.value, their_grads])
 
 
 def test_the_host_reads_nothing() -> None:
@@ -257,10 +262,13 @@ def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
     functional.clip_grad_norm_(params, INF)
     assert launcher.launches == ["check", "clip"]
     launcher.launches.clear()
-    functional.clip_grads_with_norm_(
-        params, 1.0, functional.get_total_norm([p.grad for p in params])
-    )
+    norm = functional.get_total_norm([p.grad for p in params])
+    functional.clip_grads_with_norm_(params, 1.0, norm)
     assert launcher.launches == ["check", "clip", "unscale"]
+    launcher.launches.clear()
+    params = with_grads(*before)
+    functional.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert launcher.launches == ["check", "clip", "unscale"], "one launch more"
 
 
 def test_a_capture_that_cannot_takes_torchs_function(
@@ -299,31 +307,3 @@ def test_a_norm_beyond_float16_clips_by_its_value() -> None:
     assert_same(ours[0].grad, torch.ones_like(large))
     with pytest.raises(RuntimeError, match="is non-finite"):
         functional.clip_grad_norm_(with_grads(large), 4.0, error_if_nonfinite=True)
-
-
-def test_an_error_takes_one_launch_more(launcher: ReferenceLauncher) -> None:
-    params = with_grads(torch.full((4,), 8.0))
-    functional.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-    assert launcher.launches == ["check", "clip", "unscale"]
-
-
-def test_a_limit_below_0_is_torchs() -> None:
-    ours, theirs = (parameter_with(torch.tensor([3.0, 4.0])) for _ in range(2))
-    norm = functional.clip_grad_norm_(ours, -math.inf)
-    assert_same(norm, torch.nn.utils.clip_grad_norm_(theirs, -math.inf))
-    assert_same(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("norm", [torch.tensor([2.0]), torch.tensor(2.0 + 1.0j)], ids=str)
-def test_a_total_norm_that_is_no_real_scalar_is_torchs(norm: torch.Tensor) -> None:
-    ours, theirs = (parameter_with(torch.tensor([3.0, 4.0])) for _ in range(2))
-    told = []
-    for param, clip in (
-        (ours, functional.clip_grads_with_norm_),
-        (theirs, torch.nn.utils.clip_grads_with_norm_),
-    ):
-        with pytest.raises((RuntimeError, NotImplementedError)) as error:
-            clip(param, 1.0, norm)
-        told.append((type(error.value), str(error.value)))
-    assert told[0] == told[1]
-    assert_same(ours.grad, theirs.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,16 +27,11 @@ def six(*more: float) -> torch.optim.SGD:
 # State machine
 
 
-def unscale_again(scaler: GradScaler, optimizer: Any) -> None:
-    scaler.unscale_(optimizer)
+CALLS = [GradScaler.unscale_, lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0)]
 
 
-def clip_again(scaler: GradScaler, optimizer: Any) -> None:
-    scaler.clip_grad_norm_(optimizer, 1.0)
-
-
-@pytest.mark.parametrize("first", [unscale_again, clip_again])
-@pytest.mark.parametrize("then", [unscale_again, clip_again])
+@pytest.mark.parametrize("first", CALLS, ids=["unscale_", "clip"])
+@pytest.mark.parametrize("then", CALLS, ids=["unscale_", "clip"])
 def test_unscaling_twice_is_refused(first: Callable, then: Callable) -> None:
     scaler, optimizer, other = started(GradScaler), six(), six()
     first(scaler, optimizer)
@@ -53,7 +48,7 @@ def test_unscaling_twice_is_refused(first: Callable, then: Callable) -> None:
     then(scaler, optimizer)
 
 
-def test_clipping_after_the_step_is_refused() -> None:
+def test_clipping_at_a_wrong_time_is_refused() -> None:
     scaler, optimizer = started(GradScaler), six()
     scaler.step(optimizer)
     for call in (
@@ -64,15 +59,9 @@ def test_clipping_after_the_step_is_refused() -> None:
             call()
     with pytest.raises(RuntimeError, match=r"^grad_norm\(\) is being called after step\(\)\."):
         scaler.grad_norm(optimizer)
-
-
-def test_nothing_scaled_yet_is_refused() -> None:
-    for call in (
-        lambda s: s.clip_grad_norm_(six(), 1.0),
-        lambda s: s.grad_norm(six()),
-    ):
+    for unused in (lambda s: s.clip_grad_norm_(six(), 1.0), lambda s: s.grad_norm(six())):
         with pytest.raises(AssertionError, match="but _scale is None"):
-            call(GradScaler("cpu"))
+            unused(GradScaler("cpu"))
 
 
 def test_the_norm_alone_changes_nothing() -> None:
@@ -121,32 +110,21 @@ def test_without_gradients(order: float) -> None:
 # Bad input
 
 
-class Both:
+class Both(NamedTuple):
     """Value, and the error that refuses it."""
 
-    def __init__(self, value: Any, error: type[Exception], match: str) -> None:
-        self.value, self.error, self.match = value, error, match
+    value: Any
+    error: type[Exception]
+    match: str
 
 
-BAD_LIMITS = [
-    *(Both(v, ValueError, "max_norm must be at least 0, got") for v in (-1.0, -INF, math.nan, -1)),
-    *(
-        Both(
-            v,
-            TypeError,
-            r"max_norm must be a Python number, ampfast\.Percentile or ampfast\.ZScore, got",
-        )
-        for v in ("1", None, True, torch.tensor(1.0), [1.0], 1j)
-    ),
-]
-BAD_ORDERS = [
-    *(Both(v, ValueError, "norm_type must be a number above 0") for v in (0, -2.0, -INF, math.nan)),
-    *(Both(v, ValueError, "norm_type must be a number above 0") for v in ("fro", "2", "-inf", "")),
-    *(
-        Both(v, TypeError, "norm_type must be a Python number, got")
-        for v in (None, True, torch.ones(()))
-    ),
-]
+LIMIT = r"max_norm must be a Python number, ampfast\.Percentile or ampfast\.ZScore, got"
+LOW, ORDER = "max_norm must be at least 0, got", "norm_type must be a number above 0"
+BAD_LIMITS = [Both(v, ValueError, LOW) for v in (-1.0, -INF, math.nan, -1)]
+BAD_LIMITS += [Both(v, TypeError, LIMIT) for v in ("1", None, True, torch.tensor(1.0), [1.0], 1j)]
+BAD_ORDERS = [Both(v, ValueError, ORDER) for v in (0, -2.0, -INF, math.nan, "fro", "2", "-inf", "")]
+NUMBER = "norm_type must be a Python number, got"
+BAD_ORDERS += [Both(v, TypeError, NUMBER) for v in (None, True, torch.ones(()))]
 
 
 def refuses(call: Callable[[GradScaler, Any], Any], bad: Both) -> None:
@@ -182,17 +160,12 @@ def test_bad_optimizers(method: str) -> None:
         (lambda o: [], ValueError, "the list of optimizers is empty"),
         (lambda o: [o, six(), o], ValueError, "the same optimizer is given twice"),
     ):
-        refuses(
-            lambda scaler, o, make=make: getattr(scaler, method)(make(o), *more),
-            Both(None, error, match),
-        )
-
-
-def test_bad_in_place() -> None:
+        bad = Both(None, error, match)
+        refuses(lambda scaler, o, make=make: getattr(scaler, method)(make(o), *more), bad)
     refuses(lambda s, o: s.clip_grad_norm_(o, 1.0, in_place=0), Both(0, TypeError, "in_place must"))
 
 
-def test_float16_gradients_are_refused_before_anything_is_written() -> None:
+def test_gradients_are_refused_before_anything_is_written() -> None:
     good, bad = six(), sgd_with(torch.ones(2, dtype=torch.float16))
     scaler = started(GradScaler, 8.0)
     with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\."):
@@ -200,13 +173,10 @@ def test_float16_gradients_are_refused_before_anything_is_written() -> None:
     assert_same(grads_of(good)[0], torch.tensor([24.0, 32.0]))
     assert scaler.grad_norm(bad).item() == pytest.approx(2**0.5 / 8)
     scaler.clip_grad_norm_(good, 1.0)
-
-
-def test_a_gradient_that_torch_refuses_is_named_before_others_are_written() -> None:
-    optimizer = sgd_with(torch.ones(3), make_gradient("expanded"))
+    expanded = sgd_with(torch.ones(3), make_gradient("expanded"))
     with pytest.raises(RuntimeError, match="single memory location"):
-        started(GradScaler, 8.0).clip_grad_norm_(optimizer, 1.0)
-    assert_same(grads_of(optimizer)[0], torch.ones(3))
+        started(GradScaler, 8.0).clip_grad_norm_(expanded, 1.0)
+    assert_same(grads_of(expanded)[0], torch.ones(3))
 
 
 @pytest.mark.parametrize("first", ["regular", "strided"])
@@ -329,61 +299,51 @@ def test_a_disabled_scaler_clips(order: float) -> None:
 
 def test_sparse_gradients_are_coalesced_first() -> None:
     for order, exact in ((2.0, 5.0), (INF, 4.0), (1.0, 7.0)):
-        parameter = torch.nn.Parameter(torch.zeros(4))
-        parameter.grad = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        scaler = started(GradScaler, 8.0)
+        sparse = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,))
+        optimizer, scaler = sgd_with(sparse), started(GradScaler, 8.0)
         assert scaler.grad_norm(optimizer, order).item() == exact
         norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
         assert norm.item() == exact
-        coefficient = coefficient_of(norm, 1.0).float()
-        assert_same(parameter.grad.to_dense(), torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient)
+        expected = torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient_of(norm, 1.0).float()
+        assert_same(grads_of(optimizer)[0].to_dense(), expected)
         scaler.step(optimizer)
         assert not scaler.step_skipped(optimizer)
 
 
 @pytest.mark.parametrize("order", [2.0, INF, 3.0])
 def test_kinds_of_gradients_share_a_norm(order: float) -> None:
-    def make() -> list[torch.Tensor]:
-        return [make_gradient("long", torch.float32), make_gradient("every_other", torch.float64)]
-
-    grads = make()
+    grads, before = (
+        [make_gradient("long", torch.float32), make_gradient("every_other", torch.float64)]
+        for _ in range(2)
+    )
     pair = TwoTensor(torch.tensor([24.0]), torch.tensor([24.0]))
     optimizer = sgd_with(*grads, pair)
     scaler = started(GradScaler, 8.0)
-    exact = exact_norm([*make(), torch.tensor([24.0])], 8.0, order)
+    exact = exact_norm([*before, torch.tensor([24.0])], 8.0, order)
     assert scaler.grad_norm(optimizer, order).item() == pytest.approx(exact, rel=1e-6)
     norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
     assert norm.dtype == torch.float64 and type(norm) is torch.Tensor
     assert norm.item() == pytest.approx(exact, rel=1e-6)
     coefficient = coefficient_of(norm, 1.0)
-    for grad, before in zip(grads, make(), strict=True):
-        torch.testing.assert_close(grad, before / 8 * coefficient.to(grad.dtype))
+    for grad, was in zip(grads, before, strict=True):
+        torch.testing.assert_close(grad, was / 8 * coefficient.to(grad.dtype))
     assert pair.a.item() == pair.b.item() == pytest.approx(3 * coefficient.item())
 
 
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("bad", [INF, math.nan])
-def test_an_infinity_of_any_kind_skips(place: int, bad: float) -> None:
-    grads = [torch.ones(3), make_gradient("every_other")]
-    grads[place].view(-1)[1] = bad if place == 0 else 0.0
-    if place == 1:
-        grads[1][0, 0] = bad
-    for order in (2.0, INF, 1.0):
-        optimizer = sgd_with(*(grad.clone() for grad in grads))
-        scaler = started(GradScaler, 8.0)
-        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
-        assert_same(norm, torch.tensor(bad))
-        assert scaler.step_skipped(optimizer)
-
-
-def test_the_written_value_decides() -> None:
-    # As in unscaling: finite gradients whose unscaled values overflow.
-    for order in (2.0, INF, 1.0):
-        optimizer = sgd_with(torch.tensor([1e30]))
-        scaler = started(GradScaler, 1e-20)
-        assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
-        assert scaler.step_skipped(optimizer)
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+def test_an_infinity_of_any_kind_skips(order: float) -> None:
+    for bad in (INF, math.nan):
+        for regular, other in ((bad, 0.0), (1.0, bad)):
+            irregular = make_gradient("every_other")
+            irregular[0, 0] = other
+            optimizer = sgd_with(torch.tensor([1.0, regular, 1.0]), irregular)
+            scaler = started(GradScaler, 8.0)
+            assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(bad))
+            assert scaler.step_skipped(optimizer)
+    # As in unscaling, the written value decides: finite gradients whose unscaled values overflow.
+    optimizer, scaler = sgd_with(torch.tensor([1e30])), started(GradScaler, 1e-20)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
+    assert scaler.step_skipped(optimizer)
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0])
@@ -412,54 +372,37 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
 # Norms in the history
 
 
-def history_of(scaler: GradScaler) -> list[float]:
-    return scaler.history().grad_norm.tolist()
+def clip(scaler: GradScaler, *optimizers: Any) -> None:
+    """Clips the first, whose norm is then another, and measures it with the others."""
+    scaler.clip_grad_norm_(optimizers[0], 1.0)
+    assert scaler.grad_norm(optimizers[0]).item() == pytest.approx(1.0)
+    scaler.grad_norm(list(optimizers))
 
 
-def test_the_history_has_the_norm_before_clipping() -> None:
-    scaler, optimizer = started(GradScaler, 8.0), six()
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    assert scaler.grad_norm(optimizer).item() == pytest.approx(1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert history_of(scaler) == [5.0]
-
-
-def test_the_history_has_norms_that_were_only_measured() -> None:
-    scaler, optimizer = started(GradScaler, 8.0), six()
-    scaler.grad_norm(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert history_of(scaler) == [5.0]
-
-
-def test_a_norm_of_clipped_and_other_gradients_is_not_in_the_history() -> None:
-    scaler, clipped, other = started(GradScaler, 8.0), six(), six()
-    scaler.clip_grad_norm_(clipped, 1.0)
-    scaler.grad_norm([clipped, other])
-    for optimizer in (clipped, other):
+@pytest.mark.parametrize(("call", "count"), [(clip, 1), (clip, 2), (GradScaler.grad_norm, 1)])
+def test_the_history_has_the_norm_before_clipping(call: Callable, count: int) -> None:
+    scaler, optimizers = started(GradScaler, 8.0), [six() for _ in range(count)]
+    call(scaler, *optimizers)
+    for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    assert history_of(scaler) == [5.0]
+    assert scaler.history().grad_norm.tolist() == [5.0]
 
 
 def test_a_norm_is_not_of_the_iteration_after_a_scale_was_set() -> None:
     scaler, optimizer = started(GradScaler, 8.0), six()
     scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    scaler.update(8.0)
-    scaler.step(optimizer)
-    scaler.update()
-    history = scaler.history()
-    assert history.has_norm.tolist() == [True, False]
+    for new_scale in (8.0, None):
+        scaler.step(optimizer)
+        scaler.update(new_scale)
+    assert scaler.history().has_norm.tolist() == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore:Some gradients share memory")
 def test_the_norm_of_float16_gradients_that_share_memory() -> None:
-    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    param.grad = torch.full((2,), 8.0, dtype=torch.float16)
-    scaler, twice = GradScaler("cpu", init_scale=4.0), torch.optim.SGD([param, param], lr=0.1)
-    scaler.scale(torch.ones(()))
+    param = parameter_with(torch.full((2,), 8.0, dtype=torch.float16))
+    twice = torch.optim.SGD([param, param], lr=0.1)
     # As `unscale_` would do, what they share is divided twice, and counted twice.
-    assert scaler.grad_norm(twice).item() == pytest.approx(math.sqrt(4 * 0.5**2))
+    norm = started(GradScaler, 4.0).grad_norm(twice)
+    assert norm.item() == pytest.approx(math.sqrt(4 * 0.5**2))
     assert param.grad.eq(8).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -26,13 +27,15 @@ FUSED = ("fused_sgd", "fused_adam")
 INF = math.inf
 
 
-def warmed(kind: str, launcher: ReferenceLauncher, **arguments: Any) -> Any:
+# Every test has CPU tensors on a device whose launches are counted.
+pytestmark = pytest.mark.usefixtures("launcher")
+
+
+def warmed(kind: str, **arguments: Any) -> Any:
     run = side(GradScaler, kind, **arguments)
     run.train(0)
     run.train(1)
     run.scaler.scale(run.loss(2)).backward()
-    launcher.launches.clear()
-    launcher.read = launcher.written = 0
     return run
 
 
@@ -81,6 +84,9 @@ def clip(*order: float, then: Callable[[Any], None] = step, **options: Any) -> A
     return call
 
 
+defer = functools.partial(clip, in_place=False)
+
+
 class Cost(NamedTuple):
     call: Callable[[Any], None]
     launches: str
@@ -102,17 +108,13 @@ COSTS = {
     "clip": Cost(clip(), "check unscale update", 2, 1),
     "clip by the largest": Cost(clip(INF), "check unscale update", 2, 1),
     "clip, then together": Cost(clip(then=together), "check unscale update", 2, 1),
-    "defer": Cost(clip(in_place=False), "check clip update", 1, 0, FUSED),
-    "defer, then together": Cost(
-        clip(in_place=False, then=together), "check clip update", 1, 0, FUSED
-    ),
+    "defer": Cost(defer(), "check clip update", 1, 0, FUSED),
+    "defer, then together": Cost(defer(then=together), "check clip update", 1, 0, FUSED),
 }
 for limit in LIMITS:
     COSTS |= {
         f"clip, {limit}": Cost(clip(skip_above=limit), "check clip unscale update", 2, 1),
-        f"defer, {limit}": Cost(
-            clip(in_place=False, skip_above=limit), "check clip update", 1, 0, FUSED
-        ),
+        f"defer, {limit}": Cost(defer(skip_above=limit), "check clip update", 1, 0, FUSED),
         f"step, {limit}": Cost(step, "unscale clip update", 1, 1, PLAIN, {"skip_above": limit}),
         f"fused step, {limit}": Cost(step, "check clip update", 1, 0, FUSED, {"skip_above": limit}),
     }
@@ -147,13 +149,13 @@ def test_launches_bytes_and_tables(launcher: ReferenceLauncher, name: str, added
         assert _C.tables_made() == tables + 1
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("call", [step, together])
 @pytest.mark.parametrize("kind", FUSED)
 def test_the_check_writes_the_grad_scale(
-    launcher: ReferenceLauncher, kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    launcher: ReferenceLauncher, kind: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No launch of its own: with the next scale written first, it would be too late."""
-    run = warmed(kind, launcher, growth_interval=1)
+    run = warmed(kind, growth_interval=1)
     given, written = [], []
     step, plain = run.optimizer.step, launcher.multi_tensor
 
@@ -168,11 +170,7 @@ def test_the_check_writes_the_grad_scale(
     monkeypatch.setattr(run.optimizer, "step", spied_step)
     monkeypatch.setattr(launcher, "multi_tensor", spied_launch)
     before = run.scaler.get_scale()
-    if together:
-        run.scaler.step_and_update(run.optimizer)
-    else:
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
+    call(run)
     assert run.scaler.get_scale() == 2 * before
     [(grad_scale, value)] = given
     assert value == grad_scale.item() == before
@@ -204,17 +202,14 @@ def test_one_update_for_any_number_of_optimizers(
 
 
 def test_one_coefficient_for_all_lists(launcher: ReferenceLauncher) -> None:
-    optimizers = [sgd_with(torch.full((n,), 8.0, dtype=FLOATS[n % 2])) for n in range(1, 7)]
+    optimizers = [sgd_with(torch.full((n,), 8.0, dtype=FLOATS[n % 2])) for n in range(1, 6)]
+    optimizers.append(sgd_with(*(torch.full((n,), 8.0) for n in (5, 5000, 1))))
     norm = started(GradScaler, 4.0).clip_grad_norm_(optimizers, 1.0)
-    assert norm.item() == pytest.approx(math.sqrt(21 * 4))
+    assert norm.item() == pytest.approx(math.sqrt((15 + 5006) * 4))
     assert launcher.launches == ["check"] * 6 + ["clip"] + ["unscale"] * 6
-
-
-def test_a_clip_multiplies_by_the_coefficient_of_its_norm(launcher: ReferenceLauncher) -> None:
-    optimizer = sgd_with(*(torch.full((n,), 8.0) for n in (5, 5000, 1)))
-    norm = started(GradScaler, 4.0).clip_grad_norm_(optimizer, 1.0)
-    for grad in grads_of(optimizer):
-        assert_same(grad, torch.full_like(grad, 2.0) * coefficient_of(norm, 1.0).float())
+    coefficient = coefficient_of(norm, 1.0)
+    for grad in itertools.chain.from_iterable(map(grads_of, optimizers)):
+        assert_same(grad, torch.full_like(grad, 2.0) * coefficient.to(grad.dtype))
 
 
 def test_a_launch_that_fails_leaves_no_flag_behind(
@@ -237,12 +232,9 @@ def test_a_launch_that_fails_leaves_no_flag_behind(
     assert found.item() == 0.0
 
 
-def test_empty_gradients_get_a_float32_flag(launcher: ReferenceLauncher) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(0))
-    parameter.grad = torch.zeros(0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(torch.ones(()))
+def test_empty_gradients_get_a_float32_flag() -> None:
+    optimizer = sgd_with(torch.zeros(0))
+    scaler = started(GradScaler, 4.0, growth_interval=1)
     torch.set_default_dtype(torch.float64)
     try:
         scaler.step_and_update(optimizer)
@@ -252,26 +244,19 @@ def test_empty_gradients_get_a_float32_flag(launcher: ReferenceLauncher) -> None
     assert scaler.get_scale() == 8.0
 
 
-def test_a_raising_step_takes_the_update_back(launcher: ReferenceLauncher) -> None:
-    run = warmed("sgd", launcher, init_scale=3.0, growth_interval=100)
+def test_a_raising_step_takes_the_update_back() -> None:
+    run = warmed("sgd", init_scale=3.0, growth_interval=100)
     state = run.scaler.state_dict()
-
-    def fails() -> None:
-        raise ValueError("no step")
-
-    run.optimizer.step = fails
-    with pytest.raises(ValueError, match="no step"):
-        run.scaler.step_and_update(run.optimizer)
+    run.optimizer.step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        together(run)
     assert_same(run.scaler.state_dict(), state)
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_every_dtype_is_a_launch_and_all_share_a_table(
-    launcher: ReferenceLauncher, clips: bool
-) -> None:
-    optimizer = sgd_with(
-        *(torch.full((n,), 8.0, dtype=dtype) for n in (1, 5000) for dtype in FLOATS)
-    )
+def test_every_dtype_is_a_launch_and_all_share_a_table(launcher: Any, clips: bool) -> None:
+    sizes = [(n, dtype) for n in (1, 5000) for dtype in FLOATS]
+    optimizer = sgd_with(*(torch.full((n,), 8.0, dtype=dtype) for n, dtype in sizes))
     scaler, before = started(GradScaler, 2.0, allow_fp16=True), _C.tables_made()
     if clips:
         norm = scaler.clip_grad_norm_(optimizer, 1e9)
@@ -297,52 +282,38 @@ def test_nothing_is_launched_for_nothing(launcher: ReferenceLauncher) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_steps_are_marked_where_the_update_rides(launcher: ReferenceLauncher, kind: str) -> None:
+def test_steps_are_marked_where_the_update_rides(kind: str) -> None:
     run = side(GradScaler, kind, track="overflow")
     expected = []
     for seed in range(6):
         run.optimizer.zero_grad()
         run.scaler.scale(run.loss(seed)).backward()
         if seed in (2, 4):
-            next(run.model.parameters()).grad.view(-1)[0] = math.inf
+            next(run.model.parameters()).grad.view(-1)[0] = INF
             expected.append(seed)
-        run.scaler.step_and_update(run.optimizer)
+        together(run)
         report = run.scaler.overflow_report()
         assert report.step == (expected[-1] if expected else None)
         assert [p.infinities for p in report.totals] == ([len(expected)] if expected else [])
 
 
-def test_lists_that_change_keep_their_rows(launcher: ReferenceLauncher) -> None:
+def test_lists_that_change_keep_their_rows() -> None:
     """An unused parameter shifts later ones in the list, not in the rows."""
-    scaler = GradScaler("cpu", init_scale=4.0, track="overflow")
-    scaler.scale(torch.ones(()))
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5)]
+    scaler = started(GradScaler, 4.0, track="overflow")
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5, 3)]
     optimizer = torch.optim.SGD(params, lr=0.0)
-    memory = torch.ones(64)
-    for used, bad in (((0, 1, 2), 1), ((0, 2), 2), ((2,), 2), ((1, 2), 1)):
+    memory, places = torch.ones(64), (0, 16, 32, 0)  # the last is in the memory of the first
+    lists = [((0, 1, 2), 1), ((0, 2), 2), ((2,), 2), ((1, 2), 1)]
+    for used, bad in lists + [((i,), i) for i in (0, 3, 0, 3)]:
         for i, param in enumerate(params):
-            param.grad = memory[16 * i :][: param.numel()] if i in used else None
+            param.grad = memory[places[i] :][: param.numel()] if i in used else None
         memory.fill_(1.0)
-        memory[16 * bad] = math.inf
+        memory[places[bad]] = INF
         scaler.step(optimizer)
         scaler.update()
         assert [p.index for p in scaler.overflow_report().parameters] == [bad]
-    assert [(p.index, p.infinities) for p in scaler.overflow_report().totals] == [(1, 2), (2, 2)]
-
-
-def test_the_same_memory_of_another_parameter_is_another_table(
-    launcher: ReferenceLauncher,
-) -> None:
-    scaler = GradScaler("cpu", init_scale=4.0, track="overflow")
-    scaler.scale(torch.ones(()))
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=0.0)
-    memory = torch.ones(3)
-    for i in (0, 1, 0, 1):
-        params[1 - i].grad, params[i].grad = None, memory.fill_(math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        assert [p.index for p in scaler.overflow_report().parameters] == [i]
+    totals = [(p.index, p.infinities) for p in scaler.overflow_report().totals]
+    assert totals == [(index, 2) for index in range(4)]
 
 
 # Tables
@@ -359,9 +330,18 @@ def test_a_table_is_made_once(launcher: ReferenceLauncher) -> None:
     grads = [torch.ones(n) for n in (3, 5000, 1)]
     assert [unscale(grads) for _ in range(4)] == [1, 0, 0, 0]
     assert_same(grads[1], torch.full((5000,), 0.5**4))
+    # Also by optimizers that step in turn.
+    lists = [[torch.ones(4)] for _ in range(500)]
+    assert [unscale(grads) for grads in lists] == [1] * 500
+    assert [unscale(grads) for grads in lists] == [0] * 500
+    # A captured one is never one that eager steps use.
+    launcher.capturing = True
+    assert [unscale(lists[0]), unscale(lists[0])] == [1, 1]
+    launcher.capturing = False
+    assert unscale(lists[0]) == 0
 
 
-def test_any_change_makes_another(launcher: ReferenceLauncher) -> None:
+def test_any_change_makes_another() -> None:
     memory = torch.ones(64)
     grads = [memory[:8], memory[16:24]]
     assert unscale(grads) == 1
@@ -378,13 +358,7 @@ def test_any_change_makes_another(launcher: ReferenceLauncher) -> None:
     assert unscale(grads) == 0, "the first is still known"
 
 
-def test_optimizers_that_step_in_turn_keep_their_tables(launcher: ReferenceLauncher) -> None:
-    lists = [[torch.ones(4)] for _ in range(500)]
-    assert [unscale(grads) for grads in lists] == [1] * 500
-    assert [unscale(grads) for grads in lists] == [0] * 500
-
-
-def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
+def test_tables_do_not_pile_up() -> None:
     """A few large tables are kept of any size, more only up to a total size."""
     tensors = [torch.ones(1) for _ in range(20_000)]
 
@@ -406,15 +380,6 @@ def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
     assert looked_up(0)[0] == 1
 
 
-def test_a_captured_table_is_never_one_that_eager_steps_use(launcher: ReferenceLauncher) -> None:
-    grads = [torch.ones(4)]
-    assert unscale(grads) == 1
-    launcher.capturing = True
-    assert [unscale(grads), unscale(grads)] == [1, 1]
-    launcher.capturing = False
-    assert unscale(grads) == 0
-
-
 def uploads(grads: list[torch.Tensor], calls: int) -> list[int]:
     """Unscales by 1/2 so often; returns the number of tables that each call uploaded."""
     counts = [_C.uploads()]
@@ -424,7 +389,7 @@ def uploads(grads: list[torch.Tensor], calls: int) -> list[int]:
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
-def test_a_small_table_is_uploaded_where_it_stays(launcher: ReferenceLauncher) -> None:
+def test_a_small_table_is_uploaded_where_it_stays() -> None:
     """By the fourth pass: one step makes up to three."""
     grads = [torch.full((n,), 8.0, dtype=d) for n in (1, 5000) for d in FLOATS]
     assert uploads(grads, 6) == [0, 0, 0, 1, 0, 0]
@@ -457,7 +422,7 @@ def test_no_captured_table_is_uploaded(launcher: ReferenceLauncher) -> None:
     assert {*eager[0].header.tolist()} == {0}
 
 
-def test_captures_take_headers_that_eager_passes_made(launcher: ReferenceLauncher) -> None:
+def test_captures_take_headers_that_eager_passes_made() -> None:
     grads = _C.GradList.of([torch.ones(4)], CPU)
     _C.DeviceTable.of(grads, False)
     headers = {_C.DeviceTable.of(grads, True).header.data_ptr() for _ in range(500)}
@@ -474,8 +439,8 @@ def test_captures_take_headers_that_eager_passes_made(launcher: ReferenceLaunche
 # Updates that ride in a check
 
 
-def test_an_error_before_the_check_leaves_no_update(launcher: ReferenceLauncher) -> None:
-    run = warmed("sgd", launcher)
+def test_an_error_before_the_check_leaves_no_update() -> None:
+    run = warmed("sgd")
     run.optimizer.param_groups.append({"params": [None]})
     with pytest.raises(AssertionError) as caught:
         run.scaler.step_and_update(run.optimizer)
@@ -483,39 +448,38 @@ def test_an_error_before_the_check_leaves_no_update(launcher: ReferenceLauncher)
     assert run.scaler._turn(run.optimizer).ending is None
 
 
-def test_an_update_that_rides_bumps_the_version(launcher: ReferenceLauncher) -> None:
-    run = warmed("sgd", launcher)
+def test_an_update_that_rides_is_as_one_apart() -> None:
+    run = warmed("sgd", init_scale=4.0, min_scale=4.0, on_min_scale="raise")
     before = run.scaler._scale._version
-    run.scaler.step_and_update(run.optimizer)
+    together(run)
     assert run.scaler._scale._version == before + 1
-
-
-def test_an_update_that_rides_looks_for_the_minimum(launcher: ReferenceLauncher) -> None:
-    run = warmed("sgd", launcher, init_scale=4.0, min_scale=4.0, on_min_scale="raise")
-    next(run.model.parameters()).grad.view(-1)[0] = math.inf
+    next(run.model.parameters()).grad.view(-1)[0] = INF
     with pytest.raises(FloatingPointError):
-        run.scaler.step_and_update(run.optimizer)
+        together(run)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_sgd"])
-def test_no_update_rides_past_an_override(launcher: ReferenceLauncher, kind: str) -> None:
-    class Counting(GradScaler):
-        updates = 0
+class Counting(GradScaler):
+    updates = 0
 
-        def update(self, new_scale: Any = None) -> None:
-            self.updates += 1
-            super().update(new_scale)
+    def update(self, new_scale: Any = None) -> None:
+        self.updates += 1
+        super().update(new_scale)
 
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_sgd"])
+def test_no_update_rides_past_an_override(kind: str) -> None:
     run = side(Counting, kind)
     for seed in range(3):
         run.scaler.scale(run.loss(seed)).backward()
-        run.scaler.step_and_update(run.optimizer)
+        together(run)
     assert run.scaler.updates == 3
 
 
 def test_an_update_does_not_ride_in_a_second_check(launcher: ReferenceLauncher) -> None:
     """The flag of `unscale_` counts, which a check of an own `grad_scale` does not know."""
-    run = warmed("fused_sgd", launcher, init_scale=4.0)
+    run = warmed("fused_sgd", init_scale=4.0)
+    launcher.launches.clear()
     run.scaler.unscale_(run.optimizer)
     for flag in run.scaler._found_inf_per_device(run.optimizer).values():
         flag.fill_(1.0)
@@ -526,7 +490,8 @@ def test_an_update_does_not_ride_in_a_second_check(launcher: ReferenceLauncher) 
 
 
 def test_a_factor_that_is_no_number_is_refused_as_apart(launcher: ReferenceLauncher) -> None:
-    run = warmed("sgd", launcher)
+    run = warmed("sgd")
+    launcher.launches.clear()
     run.scaler._growth_factor = "2"
     with pytest.raises((TypeError, RuntimeError), match=r"growth_factor|scale_growth_factor"):
         run.scaler.step_and_update(run.optimizer)

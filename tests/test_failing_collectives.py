@@ -25,12 +25,12 @@ KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
 }
 Call = Callable[[GradScaler, Any], Any]
+Make = Callable[..., GradScaler]
 
 
-def clip(order: float, in_place: bool = True) -> Call:
-    return lambda scaler, optimizer: scaler.clip_grad_norm_(
-        optimizer, 1e3, order, in_place=in_place
-    )
+def clip(order: float, in_place: bool = True, limit: float = 1e3) -> Call:
+    options: Any = {"in_place": in_place}
+    return lambda scaler, given: scaler.clip_grad_norm_(given, limit, order, **options)
 
 
 # Calls that write before the ranks agree.
@@ -55,10 +55,9 @@ READING: dict[str, tuple[str, Call]] = {
 
 
 class Failing:
-    """Group of two equal ranks whose next collective may fail."""
+    """Group of two equal ranks whose next collective may fail, and which counts the others."""
 
-    def __init__(self) -> None:
-        self.fails = False
+    fails, collectives = False, 0
 
     def rank(self) -> int:
         return 0
@@ -70,6 +69,7 @@ class Failing:
         if self.fails:
             self.fails = False
             raise ConnectionError("connection closed by peer")
+        self.collectives += 1
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -80,19 +80,27 @@ class Overriding(GradScaler):
         return super()._unscale_grads_(*args, **kwargs)
 
 
-def failed(
-    call: Call, kind: str, make: Callable[..., GradScaler] = GradScaler
-) -> tuple[Any, Any, Any]:
-    """Scaler, optimizer and parameter after a call whose collective failed."""
+def set_up(kind: str = "plain", make: Make = GradScaler, group: Any = None) -> tuple[Any, Any, Any]:
+    """Started scaler, optimizer and parameter."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
-    param.data.fill_(1.0)
-    group: Any = Failing()
-    scaler, optimizer = make("cpu", init_scale=SCALE, process_group=group), KINDS[kind]([param])
+    scaler = make("cpu", init_scale=SCALE, process_group=group or Failing())
     scaler.scale(torch.ones(()))
+    return scaler, KINDS[kind]([param]), param
+
+
+def fail(scaler: GradScaler, call: Callable[..., Any], *arguments: Any) -> None:
+    """Calls while the next collective fails."""
+    group: Any = scaler.process_group
     group.fails = True
     with pytest.raises(ConnectionError, match="connection closed by peer"):
-        call(scaler, optimizer)
+        call(*arguments)
     assert not group.fails
+
+
+def failed(call: Call, kind: str, make: Make = GradScaler) -> tuple[Any, Any, Any]:
+    """Scaler, optimizer and parameter after a call whose collective failed."""
+    scaler, optimizer, param = set_up(kind, make)
+    fail(scaler, call, scaler, optimizer)
     return scaler, optimizer, param
 
 
@@ -102,23 +110,14 @@ def assert_equal(tensor: torch.Tensor, value: float) -> None:
 
 @pytest.mark.parametrize("make", [GradScaler, Overriding])
 @pytest.mark.parametrize("path", DIVIDING)
-def test_gradients_are_divided_once(path: str, make: type[GradScaler]) -> None:
+def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: Make) -> None:
     kind, call = DIVIDING[path]
     scaler, optimizer, param = failed(call, kind, make)
     for again in (GradScaler.unscale_, clip(2.0), clip(3.0)):
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
             again(scaler, optimizer)
         assert_equal(param.grad, GRADIENT)
-
-
-@pytest.mark.parametrize("make", [GradScaler, Overriding])
-@pytest.mark.parametrize("path", DIVIDING)
-def test_the_step_agrees_again(path: str, make: type[GradScaler]) -> None:
-    kind, call = DIVIDING[path]
-    scaler, optimizer, param = failed(call, kind, make)
-    scaler.process_group.fails = True
-    with pytest.raises(ConnectionError):
-        scaler.step(optimizer)
+    fail(scaler, scaler.step, optimizer)
     assert_equal(param, 1.0)
     assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
     scaler.step(optimizer)
@@ -129,21 +128,15 @@ def test_the_step_agrees_again(path: str, make: type[GradScaler]) -> None:
 
 
 @pytest.mark.parametrize("path", DIVIDING)
-def test_the_update_agrees_again(path: str) -> None:
+def test_the_update_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, call = DIVIDING[path]
-    scaler, _, param = failed(call, kind)
-    scaler.process_group.fails = True
-    with pytest.raises(ConnectionError):
-        scaler.update()
+    scaler, optimizer, param = failed(call, kind)
+    fail(scaler, scaler.update)
     assert scaler.stats().steps == 0
     scaler.update()
     assert (scaler.stats().steps, scaler.stats().skipped) == (1, 0)
     assert_equal(param, 1.0)
-
-
-@pytest.mark.parametrize("path", DIVIDING)
-def test_a_new_scale_begins_a_new_iteration(path: str) -> None:
-    kind, call = DIVIDING[path]
+    # A new scale begins a new iteration.
     scaler, optimizer, param = failed(call, kind)
     scaler.update(scaler.get_scale())
     param.grad.fill_(SCALE * GRADIENT)
@@ -151,17 +144,11 @@ def test_a_new_scale_begins_a_new_iteration(path: str) -> None:
     scaler.update()
     assert_equal(param, STEPPED)
     assert scaler.stats().skipped == 0
-
-
-@pytest.mark.parametrize("path", DIVIDING)
-def test_a_new_scale_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks, whose collective was the same, wait for it."""
-    kind, call = DIVIDING[path]
+    # The other ranks, whose collective was the same, wait for it.
     scaler, _, _ = failed(call, kind)
     agreed = []
-    monkeypatch.setattr(
-        distributed.Group, "all_reduce_", lambda _, tensor, op: agreed.append(tensor.fill_(1.0))
-    )
+    all_reduce_ = lambda _, tensor, op: agreed.append(tensor.fill_(1.0))  # noqa: E731
+    monkeypatch.setattr(distributed.Group, "all_reduce_", all_reduce_)
     scaler.update(32.0)
     assert len(agreed) == 1
     assert (scaler.stats().skipped, scaler.get_scale()) == (1, 32.0)
@@ -182,11 +169,7 @@ def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
 @pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
 def test_a_deferred_clip_that_fails_is_none(order: float) -> None:
     """The optimizer steps by its whole gradients."""
-
-    def call(scaler: GradScaler, optimizer: Any) -> None:
-        scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=False)
-
-    scaler, optimizer, param = failed(call, "fused")
+    scaler, optimizer, param = failed(clip(order, in_place=False, limit=1.0), "fused")
     scaler.step(optimizer)
     assert_equal(param, STEPPED)
 
@@ -225,42 +208,21 @@ def test_flags_on_which_ranks_could_not_agree_update_nothing() -> None:
 
 def test_the_users_own_grad_scale() -> None:
     """`step` agrees on the quotients and may be repeated."""
-    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
-    param.data.fill_(1.0)
-    group: Any = Failing()
-    scaler = GradScaler("cpu", init_scale=SCALE, process_group=group)
-    optimizer: Any = KINDS["fused"]([param])
-    scaler.scale(torch.ones(()))
+    scaler, optimizer, param = set_up("fused")
     scaler.unscale_(optimizer)
     optimizer.grad_scale = torch.tensor(0.5)
-    group.fails = True
-    with pytest.raises(ConnectionError):
-        scaler.step(optimizer)
+    fail(scaler, scaler.step, optimizer)
     assert_equal(param, 1.0)
     scaler.step(optimizer)
     assert_equal(param, 1.0 - GRADIENT / 0.5)
 
 
-class Counting(Failing):
-    """Group that counts its collectives, whose other rank found nothing."""
-
-    collectives = 0
-
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
-        self.collectives += 1
-        return super().allreduce(tensors, options)
-
-
 @pytest.mark.parametrize("path", ["plain gradients", "walked"])
 def test_a_pass_that_ends_early_is_agreed_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is skipped on all ranks, unless one call did all of it."""
-    settings: Any = {"track": "overflow"} if path == "walked" else {}
-    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
-    param.data.fill_(1.0)
-    group: Any = Counting()
-    scaler = GradScaler("cpu", init_scale=SCALE, process_group=group, **settings)
-    optimizer = KINDS["plain"]([param])
-    scaler.scale(torch.ones(()))
+    track = "overflow" if path == "walked" else None
+    scaler, optimizer, param = set_up(make=partial(GradScaler, track=track))
+    group = scaler.process_group
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         run(*args, **kwargs)
@@ -282,46 +244,41 @@ def test_a_pass_that_ends_early_is_agreed_on(path: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_group_that_is_set_later_agrees(is_used: bool) -> None:
-    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
-    scaler, optimizer = GradScaler("cpu", init_scale=SCALE), KINDS["plain"]([param])
-    scaler.scale(torch.ones(()))
+    scaler, optimizer, _ = set_up()
+    group, scaler.process_group = scaler.process_group, None
     if is_used:
         scaler.step_and_update(optimizer)
-    group: Any = Counting()
     scaler.process_group = group
     scaler.step(optimizer)
     assert group.collectives == 1
 
 
 def test_what_was_refused_is_not_agreed_on() -> None:
-    param, group = parameter_with(torch.ones(3, dtype=torch.float16)), cast(Any, Counting())
-    scaler, optimizer = GradScaler("cpu", process_group=group), KINDS["plain"]([param])
-    scaler.scale(torch.ones(()))
+    scaler, optimizer, param = set_up()
+    param.data, param.grad = torch.zeros(3, dtype=torch.float16), None
+    param.grad = torch.ones(3, dtype=torch.float16)
     with pytest.raises(ValueError, match="unscale FP16"):
         scaler.unscale_(optimizer)
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.update()
-    assert group.collectives == 0
+    assert scaler.process_group.collectives == 0
     param.data, param.grad = torch.zeros(3), None
     param.grad = torch.ones(3)
     scaler.step(optimizer)
-    assert group.collectives == 1
+    assert scaler.process_group.collectives == 1
+
+
+class Larger(Failing):
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+        assert cast(Any, options).reduceOp == dist.ReduceOp.MAX
+        tensors[0].view(torch.float64)[0] = 7.0
+        return super().allreduce(tensors, options)
 
 
 def test_a_policy_observes_what_ranks_agree_on() -> None:
-    class Larger(Failing):
-        def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
-            assert cast(Any, options).reduceOp == dist.ReduceOp.MAX
-            tensors[0].view(torch.float64)[0] = 7.0
-            return super().allreduce(tensors, options)
-
-    param, given = parameter_with(torch.tensor([2.0, -3.0])), cast(Any, Larger())
-    scaler = GradScaler("cpu", init_scale=SCALE, process_group=given, policy=LogMax())
-    scaler.scale(torch.ones(()))
-    optimizer, follower = KINDS["plain"]([param]), scaler._loss_scale.follower
-    assert follower is not None
+    scaler, optimizer, _ = set_up(make=partial(GradScaler, policy=LogMax()), group=Larger())
     scaler.unscale_(optimizer)
-    assert [each.item() for each in follower.observed] == [7.0]
+    assert [each.item() for each in scaler._loss_scale.follower.observed] == [7.0]
 
 
 def test_a_policy_knows_nothing_of_gradients_that_are_agreed_on_again() -> None:

@@ -12,26 +12,31 @@ from typing import Any
 
 import pytest
 import torch
+from support import scalers
 from support.comparison import assert_same
-from support.gradients import parameter_with
+from support.gradients import parameter_with, sgd_with
 from support.optimizers import FUSED, OPTIMIZERS, Legacy
-from support.scalers import TorchScaler
+from support.scalers import Scaler, TorchScaler
 
 from ampfast import GradScaler
 
 
-def started(**arguments: Any) -> GradScaler:
-    scaler = GradScaler("cpu", **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
+def started(kind: Scaler = GradScaler, **arguments: Any) -> Any:
+    return scalers.started(kind, 2.0**16, **arguments)
 
 
-def optimizer_of(kind: str, value: float = 1.0) -> torch.optim.Optimizer:
-    return OPTIMIZERS[kind]([parameter_with(torch.tensor([1.0, value]))])
+def optimizer_of(kind: str, *values: float) -> Any:
+    return OPTIMIZERS[kind]([parameter_with(torch.tensor([1.0, *values]))])
 
 
 def plant(optimizer: Any, value: float) -> None:
     optimizer.param_groups[0]["params"][0].grad = torch.tensor([2.0, value])
+
+
+def step(scaler: Any, *optimizers: Any) -> None:
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 
 
 def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
@@ -42,24 +47,26 @@ def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("was_checked", [False, True])
 def test_a_step_without_gradients_leaves_the_last_check(was_checked: bool) -> None:
-    scaler, optimizer = started(), optimizer_of("sgd")
+    scaler, optimizer = started(), optimizer_of("sgd", math.inf)
     if was_checked:
-        plant(optimizer, math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.param_groups[0]["params"][0].grad = None
+        step(scaler, optimizer)
+    optimizer.zero_grad()
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.step(optimizer)
     if was_checked:
         assert scaler.step_skipped(optimizer)
     else:
         assert_unknown(scaler, optimizer)
+    other = optimizer_of("sgd")
+    other.zero_grad()
+    scaler.unscale_(other)
+    assert_unknown(scaler, other)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_tells_about_the_last_step(kind: str, explicit: bool) -> None:
-    scaler, optimizer = started(), optimizer_of(kind)
+    scaler, optimizer = started(), optimizer_of(kind, 1.0)
     assert_unknown(scaler, optimizer)
     for value in (1.0, math.inf, 2.0, math.nan, -math.inf, 3.0):
         plant(optimizer, value)
@@ -83,37 +90,32 @@ def test_an_answer_once_given_is_never_rewritten(kind: str) -> None:
     answers = []
     for value in (math.inf, 1.0, math.nan, 2.0):
         plant(optimizer, value)
-        scaler.step(optimizer)
+        step(scaler, optimizer)
         answers.append(scaler.found_inf(optimizer))
-        scaler.update()
     assert [a.item() for a in answers] == [1.0, 0.0, 1.0, 0.0]
     assert len({a.data_ptr() for a in answers}) == 4
     assert all(a._version == 0 or not a._is_view() for a in answers)
 
 
 def test_writing_to_the_answer_changes_nothing() -> None:
-    scaler, optimizer = started(), optimizer_of("sgd", 1.0)
-    twin_scaler, twin = TorchScaler("cpu"), optimizer_of("sgd", 1.0)
-    twin_scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.found_inf(optimizer).fill_(1.0)
-    twin_scaler.step(twin)
-    scaler.update()
-    twin_scaler.update()
-    assert_same(scaler.state_dict(), twin_scaler.state_dict())
+    states = []
+    for scaler in (started(), started(TorchScaler)):
+        scaler.step(optimizer := optimizer_of("sgd", 1.0))
+        if isinstance(scaler, GradScaler):
+            scaler.found_inf(optimizer).fill_(1.0)
+        scaler.update()
+        states.append(scaler.state_dict())
+    assert_same(*states)
 
 
 def test_several_optimizers_and_scalers_are_kept_apart() -> None:
     first, second = started(), started()
     good, bad = optimizer_of("sgd"), optimizer_of("fused_adam", math.nan)
-    first.step(good)
-    first.step(bad)
-    first.update()
+    step(first, good, bad)
     assert (first.step_skipped(good), first.step_skipped(bad)) == (False, True)
     assert_unknown(second, good)
     # A step of one optimizer leaves the other's result unchanged.
-    first.step(good)
-    first.update()
+    step(first, good)
     assert first.step_skipped(bad)
 
 
@@ -208,8 +210,7 @@ def test_records_of_the_dead_do_not_pile_up(kind: str) -> None:
 
     def objects_after(times: int) -> int:
         for _ in range(times):
-            scaler.step(optimizer_of(kind))
-            scaler.update()
+            step(scaler, optimizer_of(kind))
         gc.collect()
         return len(gc.get_objects())
 
@@ -220,13 +221,12 @@ def test_records_of_the_dead_do_not_pile_up(kind: str) -> None:
 def test_records_follow_no_copy() -> None:
     """A pickled or copied scaler works and has no results of optimizers that it never saw."""
     scaler, optimizer = started(), optimizer_of("sgd", math.inf)
-    scaler.step(optimizer)
-    scaler.update()
+    step(scaler, optimizer)
     for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert twin.get_scale() == scaler.get_scale()
-        assert_unknown(twin, optimizer_of("sgd"))
-        twin.scale(torch.ones(()))
         fresh = optimizer_of("sgd")
+        assert_unknown(twin, fresh)
+        twin.scale(torch.ones(()))
         twin.step(fresh)
         assert twin.step_skipped(fresh) is False
     assert scaler.step_skipped(optimizer)
@@ -234,12 +234,9 @@ def test_records_follow_no_copy() -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
 def test_a_step_that_raised_was_checked(kind: str) -> None:
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("no room")
-
     scaler, optimizer = started(), optimizer_of(kind)
-    optimizer.step = broken
-    with pytest.raises(MemoryError):
+    optimizer.step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     assert scaler.found_inf(optimizer).item() == 0.0
 
@@ -252,14 +249,14 @@ def test_a_step_that_failed_its_checks_leaves_the_answer() -> None:
     assert scaler.step_skipped(optimizer)
 
 
-def test_reports_the_flags_of_an_overridden_unscale() -> None:
-    class Own(GradScaler):
-        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-            flags = {torch.device("cpu"): torch.tensor(1.0)}
-            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+class Own(GradScaler):
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        flags = {torch.device("cpu"): torch.tensor(1.0)}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
 
-    scaler, optimizer = Own("cpu"), optimizer_of("sgd")
-    scaler.scale(torch.ones(()))
+
+def test_reports_the_flags_of_an_overridden_unscale() -> None:
+    scaler, optimizer = started(Own), optimizer_of("sgd")
     scaler.step(optimizer)
     assert scaler.step_skipped(optimizer)
 
@@ -267,24 +264,20 @@ def test_reports_the_flags_of_an_overridden_unscale() -> None:
 def test_torchs_fused_optimizers_are_handed_the_flag_itself() -> None:
     """They only read it, and a copy would be one more launch on a GPU."""
     handed: list[Any] = []
-    scaler = GradScaler("cpu", track="overflow")
-    scaler.scale(torch.ones(()))
-    optimizer = torch.optim.Adam([parameter_with(torch.ones(2))], fused=True)
+    scaler, optimizer = started(track="overflow"), optimizer_of("fused_adam")
     optimizer.register_step_pre_hook(lambda optimizer, *_: handed.append(optimizer.found_inf))
     scaler.step(optimizer)
     [flag] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     assert handed[0] is flag
 
 
-@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("track", [None, "overflow"])
 @pytest.mark.parametrize("value", [1.0, math.inf])
-def test_unscale_alone_tells_whether_the_step_will_be_taken(value: float, general: bool) -> None:
-    scaler = GradScaler("cpu", track="overflow" if general else None)
-    scaler.scale(torch.ones(()))
-    optimizer = torch.optim.SGD([parameter_with(torch.full((2,), value))])
+def test_unscale_alone_tells_whether_the_step_will_be_taken(value: float, track: Any) -> None:
+    scaler, optimizer, other = started(track=track), *(optimizer_of("sgd", value) for _ in "ab")
     scaler.unscale_(optimizer)
     assert scaler.step_skipped(optimizer) == math.isinf(value)
-    scaler.clip_grad_norm_(other := torch.optim.SGD([parameter_with(torch.full((2,), value))]), 1.0)
+    scaler.clip_grad_norm_(other, 1.0)
     assert scaler.step_skipped(other) == math.isinf(value)
 
 
@@ -295,13 +288,6 @@ def test_a_fused_step_without_gradients_found_nothing() -> None:
     assert scaler.found_inf(optimizer).item() == 0
     assert not scaler.step_skipped(optimizer)
     assert scaler.skip_reason(optimizer) is None
-
-
-def test_without_gradients_there_is_no_check() -> None:
-    scaler, optimizer = started(), torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-    scaler.unscale_(optimizer)
-    with pytest.raises(LookupError, match="never checked"):
-        scaler.found_inf(optimizer)
 
 
 def test_flags_of_dropped_gradients_count() -> None:
@@ -316,33 +302,25 @@ def test_flags_of_dropped_gradients_count() -> None:
 @pytest.mark.parametrize("norm", [1.7e25, 1e-30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_joint_norm_whose_squares_float32_cannot_hold(norm: float, dtype: torch.dtype) -> None:
-    scaler = GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
-    optimizers = [
-        torch.optim.SGD([parameter_with(torch.tensor([factor * norm], dtype=dtype))])
-        for factor in (3.0, 4.0)
-    ]
+    scaler = scalers.started(GradScaler, 1.0)
+    optimizers = [sgd_with(torch.tensor([factor * norm], dtype=dtype)) for factor in (3.0, 4.0)]
     for optimizer in optimizers:
         scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-    scaler.update()
+    step(scaler, *optimizers)
     assert scaler.history().grad_norm.dtype == torch.float32
     assert scaler.history().grad_norm.item() == pytest.approx(5.0 * norm, rel=1e-6, abs=0.0)
 
 
+class Blind(Legacy):
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:
+        return "stepped"
+
+
 def test_the_check_of_a_legacy_optimizer_counts() -> None:
-    scaler, optimizer = started(), Legacy([parameter_with(torch.full((2,), math.inf))])
-    with pytest.warns(FutureWarning):
-        scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer)
-
-
-def test_a_legacy_optimizer_that_checks_nothing_is_unknown() -> None:
-    class Blind(Legacy):
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:
-            return "stepped"
-
-    scaler, optimizer = started(), Blind([parameter_with(torch.ones(2))])
-    with pytest.warns(FutureWarning):
-        scaler.step(optimizer)
-    assert_unknown(scaler, optimizer)
+    scaler = started()
+    legacy, blind = (kind([parameter_with(torch.tensor(math.inf))]) for kind in (Legacy, Blind))
+    for optimizer in (legacy, blind):
+        with pytest.warns(FutureWarning):
+            scaler.step(optimizer)
+    assert scaler.step_skipped(legacy)
+    assert_unknown(scaler, blind)  # it checks nothing

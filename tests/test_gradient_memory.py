@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import scalers
 from support.comparison import assert_same
-from support.gradients import parameter_with
+from support.gradients import parameter_with, sgd_with
 from support.scalers import TorchScaler
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,22 +39,23 @@ class Divides:
 
 def lazy() -> tuple[torch.Tensor, torch.nn.Parameter]:
     """Tensor, and parameter whose gradient is a lazy copy of it."""
-    original, param = torch.full((3,), 8.0), torch.nn.Parameter(torch.zeros(3))
-    param.grad = torch._lazy_clone(original)
+    original = torch.full((3,), 8.0)
+    param = parameter_with(torch._lazy_clone(original))
     assert torch._C._is_cow_tensor(param.grad)
     return original, param
 
 
-def started(kind: type) -> Any:
-    scaler = kind("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    return scaler
+def started(kind: Any = GradScaler, scale: float = 4.0, **arguments: Any) -> Any:
+    return scalers.started(kind, scale, **arguments)
 
 
-@pytest.mark.parametrize("kind", [TorchScaler, GradScaler, Calls])
-def test_unscaling_leaves_the_original(kind: type) -> None:
+WAYS = [(TorchScaler, {}), (GradScaler, {}), (GradScaler, {"track": "overflow"}), (Calls, {})]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), WAYS)
+def test_unscaling_leaves_the_original(kind: type, arguments: dict[str, Any]) -> None:
     original, param = lazy()
-    started(kind).unscale_(torch.optim.SGD([param]))
+    started(kind, **arguments).unscale_(torch.optim.SGD([param]))
     assert param.grad.tolist() == [2.0] * 3
     assert original.tolist() == [8.0] * 3
 
@@ -62,16 +64,8 @@ def test_unscaling_leaves_the_original(kind: type) -> None:
 def test_looking_copies_nothing(method: str) -> None:
     """Asking for writable memory would copy."""
     _, param = lazy()
-    getattr(started(GradScaler), method)(Divides(param))
+    getattr(started(), method)(Divides(param))
     assert torch._C._is_cow_tensor(param.grad)
-
-
-def test_unscaling_by_the_general_way_leaves_the_original() -> None:
-    original, param = lazy()
-    scaler = GradScaler("cpu", init_scale=4.0, track="overflow")
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(torch.optim.SGD([param]))
-    assert (param.grad.tolist(), original.tolist()) == ([2.0] * 3, [8.0] * 3)
 
 
 REFUSED = pytest.raises(RuntimeError, match="storage of a gradient was freed or resized: ")
@@ -87,10 +81,8 @@ def shrunk(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def sparse(size: int, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    indices, values = torch.tensor([[0, 2]]), torch.ones(2, 3)
-    made = torch.sparse_coo_tensor(
-        indices, values, (4, 3), is_coalesced=True, check_invariants=True
-    )
+    places, values, valid = torch.tensor([[0, 2]]), torch.ones(2, 3), {"check_invariants": True}
+    made = torch.sparse_coo_tensor(places, values, (4, 3), is_coalesced=True, **valid)
     shrunk(part(made), size)
     return made
 
@@ -132,8 +124,7 @@ def test_the_scaler_refuses_it(
     optimizer = torch.optim.SGD([good, bad], lr=1.0)
     # torch's fused optimizers have this attribute, and this one becomes fused.
     optimizer._step_supports_amp_scaling = fused
-    scaler = GradScaler("cpu", init_scale=4.0, backend=backend, track="overflow")
-    scaler.scale(torch.ones(()))
+    scaler = started(backend=backend, track="overflow")
     with REFUSED:
         CALLS[call](scaler, optimizer)
     assert good.grad.tolist() == [8.0] * 3
@@ -148,29 +139,24 @@ def test_the_scaler_refuses_it(
 def test_the_functions_refuse_it(kind: str, size: int) -> None:
     good, found, scale = torch.full((3,), 8.0), torch.zeros(()), torch.full((), 4.0)
     ops = torch.ops.ampfast  # called as by a compiled function
-    tracker = torch.zeros((), dtype=torch.int32)
-    calls: list[Callable[[list[torch.Tensor]], object]] = [
-        lambda grads: functional.unscale_(grads, found, scale),
-        lambda grads: functional.check_(grads, found),
-        lambda grads: functional.grad_norm(grads),
+    calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
+        *((functional.unscale_, (found, scale)), (functional.check_, (found,))),
+        (functional.grad_norm, ()),
     ]
     if kind in ("dense", "strided", "behind", "overlapping", "complex"):
-        calls.append(lambda grads: ops.unscale_(grads, found, scale))
-        calls.append(lambda grads: ops.check_(grads, found))
-        calls.append(lambda grads: ops.grad_norm(grads, 3.0, None))
-    for call in calls:
+        calls += [(ops.unscale_, (found, scale)), (ops.check_, (found,))]
+        calls.append((ops.grad_norm, (3.0, None)))
+    for call, arguments in calls:
         with REFUSED:
-            call([good, GRADIENTS[kind](size)])
-    assert (good.tolist(), found.item(), scale.item(), tracker.item()) == ([8.0] * 3, 0.0, 4.0, 0)
+            call([good, GRADIENTS[kind](size)], *arguments)
+    assert (good.tolist(), found.item(), scale.item()) == ([8.0] * 3, 0.0, 4.0)
 
 
 def test_a_mode_that_watches_does_not_hide_it() -> None:
-    scaler, good = GradScaler("cpu", init_scale=4.0), parameter_with(torch.full((3,), 8.0))
-    scaler.scale(torch.ones(()))
-    bad = parameter_with(shrunk(torch.ones(3), 4))
+    optimizer = sgd_with(good := torch.full((3,), 8.0), shrunk(torch.ones(3), 4))
     with FlopCounterMode(display=False), REFUSED:
-        scaler.unscale_(torch.optim.SGD([good, bad], lr=1.0))
-    assert good.grad.tolist() == [8.0] * 3
+        started().unscale_(optimizer)
+    assert good.tolist() == [8.0] * 3
 
 
 def test_memory_that_is_larger_than_needed_or_not_needed_is_fine() -> None:
@@ -182,17 +168,14 @@ def test_memory_that_is_larger_than_needed_or_not_needed_is_fine() -> None:
         shrunk(torch.ones(4, 6)[:0, ::2], 0),
         torch.ones(3).as_subclass(Subclass),
     ]
-    params = [parameter_with(grad) for grad in grads]
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(torch.optim.SGD(params, lr=1.0))
-    assert [p.grad.unique().tolist() for p in params if p.numel()] == [[0.25]] * 4
+    started().unscale_(sgd_with(*grads))
+    assert [grad.unique().tolist() for grad in grads if grad.numel()] == [[0.25]] * 4
 
 
 Made = tuple[list[torch.nn.Parameter], torch.optim.Optimizer]
 
 
-def sgd(params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> Made:
+def sgd(params: list[torch.nn.Parameter], *grads: torch.Tensor) -> Made:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     with warnings.catch_warnings():
@@ -204,51 +187,46 @@ def zeros(*sizes: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
 
 
-def listed_twice() -> Made:
-    return sgd(zeros(2) * 2, [torch.tensor([24.0, 32.0])] * 2)
+def eights(count: int) -> torch.Tensor:
+    return torch.arange(1.0, count) * 8
+
+
+def pair() -> torch.Tensor:
+    return torch.tensor([24.0, 32.0])
 
 
 def in_two_groups() -> Made:
-    params, optimizer = sgd(zeros(2), [torch.tensor([24.0, 32.0])])
+    params, optimizer = sgd(zeros(2), pair())
     optimizer.param_groups.append({**optimizer.param_groups[0]})
     return params * 2, optimizer
 
 
-def one_gradient_of_two() -> Made:
-    grad = torch.tensor([24.0, 32.0])
-    return sgd(zeros(2, 2), [grad, grad])
-
-
-def overlapping_views() -> Made:
-    base = torch.arange(1.0, 6.0) * 8
-    return sgd(zeros(3, 3), [base[:3], base[2:]])
-
-
-def a_view_of_the_other_with_gaps() -> Made:
-    base = torch.arange(1.0, 7.0) * 8
-    return sgd(zeros(3, 6), [base[::2], base])
-
-
 def over_memory_of_numpy() -> Made:
-    memory = torch.arange(1.0, 6.0).mul(8).numpy()
-    return sgd(zeros(3, 3), [torch.from_numpy(memory)[:3], torch.from_numpy(memory)[2:]])
+    memory = eights(6).numpy()
+    return sgd(zeros(3, 3), torch.from_numpy(memory)[:3], torch.from_numpy(memory)[2:])
 
 
-SHARED = [
-    *(listed_twice, in_two_groups, one_gradient_of_two, overlapping_views),
-    *(a_view_of_the_other_with_gaps, over_memory_of_numpy),
-]
+SHARED: dict[str, Callable[[], Made]] = {
+    "listed twice": lambda: sgd(zeros(2) * 2, *[pair()] * 2),
+    "in two groups": in_two_groups,
+    "one gradient of two": lambda: sgd(zeros(2, 2), *[pair()] * 2),
+    "overlapping views": lambda: sgd(zeros(3, 3), *halves(eights(6))),
+    "a view of the other with gaps": lambda: sgd(zeros(3, 6), *gaps(eights(7))),
+    "over memory of NumPy": over_memory_of_numpy,
+}
 
 
-def scaler_of(kind: Any, **arguments: Any) -> Any:
-    scaler = kind("cpu", init_scale=8.0, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
+def halves(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return base[:3], base[2:]
+
+
+def gaps(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return base[::2], base
 
 
 def by_torch(make: Callable[[], Made], limit: float, order: float) -> list[torch.Tensor]:
     params, optimizer = make()
-    scaler_of(torch.amp.GradScaler).unscale_(optimizer)
+    started(TorchScaler, 8.0).unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(params, limit, order)
     return [norm, *(param.grad for param in params if param.grad is not None)]
 
@@ -256,12 +234,12 @@ def by_torch(make: Callable[[], Made], limit: float, order: float) -> list[torch
 @pytest.mark.parametrize("order", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("limit", [1.0, 0.1])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("make", SHARED, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 def test_a_clip_is_torchs(
     make: Callable[[], Made], in_place: bool, limit: float, order: float
 ) -> None:
     params, optimizer = make()
-    scaler = scaler_of(GradScaler)
+    scaler = started(scale=8.0)
     before = [param.grad.tolist() for param in params if param.grad is not None]
     with pytest.warns(UserWarning, match="share memory"):
         norm = scaler.grad_norm(optimizer, order)
@@ -278,7 +256,7 @@ def test_a_clip_is_torchs(
     assert params[0].ne(0).any()
 
 
-@pytest.mark.parametrize("make", SHARED, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 def test_the_functions_clip_is_torchs(make: Callable[[], Made]) -> None:
     params, _ = make()
     others, _ = make()
@@ -288,20 +266,19 @@ def test_the_functions_clip_is_torchs(make: Callable[[], Made]) -> None:
 
 
 def test_optimizers_whose_gradients_overlap() -> None:
-    base = [torch.arange(1.0, 6.0) * 8 for _ in range(2)]
-    (a, b), _ = sgd(zeros(3, 3), [base[0][:3], base[0][2:]])
+    make = SHARED["overlapping views"]
+    (a, b), _ = make()
     optimizers = [torch.optim.SGD([a], lr=1.0), torch.optim.SGD([b], lr=1.0)]
     with pytest.warns(UserWarning, match="share memory"):
-        norm = scaler_of(GradScaler).clip_grad_norm_(optimizers, 1.0)
-    expected = by_torch(overlapping_views, 1.0, 2.0)
+        norm = started(scale=8.0).clip_grad_norm_(optimizers, 1.0)
+    expected = by_torch(make, 1.0, 2.0)
     torch.testing.assert_close([norm, a.grad, b.grad], expected, rtol=1e-6, atol=0)
 
 
 def test_an_overflow_skips_the_step() -> None:
-    params, optimizer = listed_twice()
-    assert params[0].grad is not None
+    params, optimizer = SHARED["listed twice"]()
     params[0].grad[0] = math.inf
-    scaler = scaler_of(GradScaler)
+    scaler = started(scale=8.0)
     with pytest.warns(UserWarning, match="share memory"):
         assert scaler.clip_grad_norm_(optimizer, 1.0) == math.inf
     scaler.step(optimizer)
@@ -315,7 +292,7 @@ def test_master_weights_of_a_parameter_that_is_listed_twice() -> None:
     optimizer.param_groups[0]["params"].append(param)
     optimizer = master_weights_(optimizer)
     param.grad = torch.tensor([24.0, 32.0], dtype=torch.bfloat16)
-    scaler = scaler_of(GradScaler)
+    scaler = started(scale=8.0)
     with pytest.warns(UserWarning, match="share memory"):
         norms = [scaler.grad_norm(optimizer), scaler.clip_grad_norm_(optimizer, 1.0)]
     grad = torch.tensor([3.0, 4.0]) / (50**0.5 + 1e-6) ** 2
@@ -326,7 +303,7 @@ def test_master_weights_of_a_parameter_that_is_listed_twice() -> None:
 def test_buckets_are_no_shared_memory() -> None:
     """Views beside each other in one storage, as of DDP."""
     bucket = torch.arange(1.0, 7.0) * 8
-    _, optimizer = sgd(zeros(3, 3), [bucket[3:], bucket[:3]])
+    optimizer = sgd_with(bucket[3:], bucket[:3])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scaler_of(GradScaler).clip_grad_norm_(optimizer, 1.0)
+        started(scale=8.0).clip_grad_norm_(optimizer, 1.0)

@@ -20,6 +20,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ampfast import GradScaler, capture
 from ampfast.tracking import OverflowReport
 
+INF, NAN = math.inf, math.nan
+NONE = OverflowReport(None, (), ())
+
 
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
@@ -30,14 +33,15 @@ def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
     return scalers.started(GradScaler, 4.0, track=track, **arguments)
 
 
+@pytest.fixture(params=["cpu", "aten"])
+def scaler(request: pytest.FixtureRequest) -> GradScaler:
+    return started(backend=request.param)
+
+
 def parameters(*values: float | None, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Parameter of three elements for each value, which is in the middle of its gradient."""
-    found = []
-    for value in values:
-        param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
-        if value is not None:
-            param.grad = torch.tensor([1.0, value, 2.0], dtype=dtype)
-        found.append(param)
+    found = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in values]
+    set_values(found, *values)
     return found
 
 
@@ -46,70 +50,62 @@ def set_values(params: list[Any], *values: float | None) -> None:
         param.grad = None if value is None else torch.tensor([1.0, value, 2.0], dtype=param.dtype)
 
 
+def sgd(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def report_of(scaler: GradScaler, *optimizers: Any) -> OverflowReport:
+    """Report after a step of these."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return scaler.overflow_report()
+
+
 def summary(report: OverflowReport) -> list[tuple[str, str, int, int, int]]:
     return [(p.name, p.kind, p.step, p.infinities, p.nans) for p in report.totals]
 
 
-BACKENDS = ("cpu", "aten")
+def counts(report: OverflowReport) -> list[tuple[int, int, int]]:
+    return [(p.index, p.infinities, p.nans) for p in report.totals]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_overflow(backend: str) -> None:
-    scaler = started(backend=backend)
-    assert scaler.overflow_report() == OverflowReport(None, (), ())
-    params = parameters(1.0, 2.0)
-    scaler.step(torch.optim.SGD(params, lr=1.0))
-    scaler.update()
-    report = scaler.overflow_report()
-    assert report == OverflowReport(None, (), ())
+def kinds(report: OverflowReport) -> list[tuple[int, str]]:
+    return [(p.index, p.kind) for p in report.parameters]
+
+
+def names(report: OverflowReport) -> list[str]:
+    return [p.name for p in report.parameters]
+
+
+def test_no_overflow(scaler: GradScaler) -> None:
+    assert scaler.overflow_report() == NONE
+    report = report_of(scaler, sgd(parameters(1.0, 2.0)))
+    assert report == NONE
     assert str(report) == "No infinite or NaN gradients so far."
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_without_elements(backend: str) -> None:
-    scaler = started(backend=backend)
-    params = [torch.nn.Parameter(torch.zeros(0)), *parameters(math.inf)]
-    params[0].grad = torch.zeros(0)
-    for some in (params[:1], params):
-        optimizer = torch.optim.SGD(some, lr=1.0)
-        norm = scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert norm.item() == (0.0 if len(some) == 1 else math.inf)
-    assert [p.index for p in scaler.overflow_report().totals] == [1]
-
-
-def test_a_subclass_is_not_tracked() -> None:
-    scaler, params = started(), parameters(math.inf)
-    pair = TwoTensor(torch.tensor([math.inf]), torch.tensor([math.inf]))
-    params.append(torch.nn.Parameter(pair))
-    params[1].grad = pair.clone()
-    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.step_skipped(optimizer)
-    assert [p.index for p in scaler.overflow_report().totals] == [0]
+    # Of gradients without elements, alone and beside another.
+    params = [parameter_with(torch.zeros(0)), *parameters(INF)]
+    for some, norm in ((params[:1], 0.0), (params, INF)):
+        optimizer = sgd(some)
+        assert scaler.clip_grad_norm_(optimizer, 1.0).item() == norm
+        report = report_of(scaler, optimizer)
+    assert counts(report) == [(1, 1, 0)]
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_names_kinds_and_counts(backend: str, fused: bool) -> None:
-    scaler = started(backend=backend)
+def test_names_kinds_and_counts(scaler: GradScaler, fused: bool) -> None:
     params = parameters(None, None, None, None)
     groups = [{"params": params[:1]}, {"params": params[1:]}]
     optimizer = torch.optim.Adam(groups, fused=fused)
-    steps = [
-        (1.0, 1.0, math.inf, 1.0),
+    for values in (
+        (1.0, 1.0, INF, 1.0),
         (1.0, 1.0, 1.0, 1.0),
-        (1.0, None, -math.inf, math.nan),
-        (1.0, None, math.nan, 1.0),
+        (1.0, None, -INF, NAN),
+        (1.0, None, NAN, 1.0),
         (1.0, 1.0, 1.0, 1.0),
-    ]
-    for values in steps:
+    ):
         set_values(params, *values)
-        scaler.step(optimizer)
-        scaler.update()
-    report = scaler.overflow_report()
+        report = report_of(scaler, optimizer)
     assert report.step == 3
     assert [(p.group, p.index, p.kind) for p in report.parameters] == [(1, 1, "nan")]
     assert summary(report) == [
@@ -131,87 +127,60 @@ def test_names_kinds_and_counts(backend: str, fused: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_loss_is_named_where_all_parameters_overflow(backend: str) -> None:
-    scaler = started(backend=backend)
-    params, others = parameters(math.inf, math.nan, None), parameters(1.0)
+def test_the_loss_is_named_where_all_parameters_overflow(scaler: GradScaler) -> None:
+    params = [*parameters(INF, NAN, None), parameter_with(torch.ones(0))]
     params[2].requires_grad_(False)
-    optimizers = [torch.optim.SGD(params, lr=1.0), torch.optim.SGD(others, lr=1.0)]
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    report = scaler.overflow_report()
+    optimizer = sgd(params)
+    report = report_of(scaler, optimizer, sgd(parameters(1.0)))
     assert report.is_everywhere
     told = "These are all trainable parameters of their optimizer: the loss or a forward activation"
     line = str(report).splitlines()[1]
     assert line.startswith(f"{told} was not finite, or the loss times the scale was not.")
     assert OverflowReport.of_all([report, report]).is_everywhere
-    assert not OverflowReport.of_all([report, OverflowReport(None, (), ())]).is_everywhere
-    set_values(params, math.inf, 1.0, None)
-    scaler.step(optimizers[0])
-    scaler.update()
-    report = scaler.overflow_report()
+    assert not OverflowReport.of_all([report, NONE]).is_everywhere
+    params[0].requires_grad_(False)
+    params[3].requires_grad_(False)
+    assert scaler.overflow_report().is_everywhere is False  # one alone
+    # A frozen one with a gradient left, in the place of one that is finite.
+    frozen, *others = parameters(INF, INF, 1.0)
+    frozen.requires_grad_(False)
+    report = report_of(scaler, sgd([frozen, *others]))
+    assert kinds(report) == [(0, "inf"), (1, "inf")]
     assert not report.is_everywhere and "forward activation" not in str(report)
 
 
-def test_all_parameters_are_those_that_can_overflow() -> None:
-    scaler = started()
-    params = [*parameters(math.inf, math.inf), torch.nn.Parameter(torch.ones(0))]
-    params[2].grad = torch.ones(0)
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.overflow_report().is_everywhere
-    # A frozen one with a gradient left, in the place of one that is finite.
-    params[0].requires_grad_(False)
-    params[2].requires_grad_(False)
-    assert scaler.overflow_report().is_everywhere is False  # one alone
-    frozen, *others = parameters(math.inf, math.inf, 1.0)
-    frozen.requires_grad_(False)
-    scaler.step(other := torch.optim.SGD([frozen, *others], lr=1.0))
-    scaler.update()
-    report = scaler.overflow_report()
-    assert [row.optimizer_type for row in report.parameters] == [type(other).__name__] * 2
-    assert not report.is_everywhere
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_the_used_value_counts(backend: str) -> None:
     # Divided by 2^-120, a large value overflows, as found_inf reports.
-    scaler = GradScaler("cpu", init_scale=2.0**-120, track="overflow", backend=backend)
-    scaler.scale(torch.ones(()))
+    arguments = {"track": "overflow", "backend": backend}
+    scaler = scalers.started(GradScaler, 2.0**-120, **arguments)
     params = parameters(1.0, 2.0**20)
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler.step(optimizer)
+    optimizer = sgd(params)
+    assert kinds(report_of(scaler, optimizer)) == [(1, "inf")]
     assert scaler.step_skipped(optimizer)
-    scaler.update()
-    assert [(p.index, p.kind) for p in scaler.overflow_report().parameters] == [(1, "inf")]
     # Infinity divided by infinity is NaN.
-    scaler.update(math.inf)
-    set_values(params, 1.0, math.inf)
+    scaler.update(INF)
+    set_values(params, 1.0, INF)
     scaler.step(optimizer)
-    assert [(p.index, p.kind) for p in scaler.overflow_report().parameters] == [(1, "nan")]
+    assert kinds(scaler.overflow_report()) == [(1, "nan")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_iteration_counts_once(backend: str) -> None:
-    scaler = started(backend=backend)
-    params = parameters(math.inf)
+def test_an_iteration_counts_once(scaler: GradScaler) -> None:
+    params = parameters(INF)
     optimizer: Any = torch.optim.Adam(params, fused=True)
     for _ in range(2):
-        set_values(params, math.inf)
+        set_values(params, INF)
         scaler.unscale_(optimizer)
         optimizer.grad_scale = torch.ones(())  # the user's own: the quotients are checked again
-        scaler.step(optimizer)
-        scaler.update()
-    assert summary(scaler.overflow_report()) == [("group 0, parameter 0", "inf", 1, 2, 0)]
+        report = report_of(scaler, optimizer)
+    assert summary(report) == [("group 0, parameter 0", "inf", 1, 2, 0)]
 
 
 def test_several_optimizers_and_dtypes() -> None:
     scaler = started(allow_fp16=True)
-    first = parameters(1.0, math.nan) + parameters(math.inf, dtype=torch.float16)
-    second = parameters(math.inf, dtype=torch.float64) + parameters(1.0, dtype=torch.bfloat16)
-    optimizers = [torch.optim.SGD(first, lr=1.0), torch.optim.Adagrad(second)]
+    first = parameters(1.0, NAN) + parameters(INF, dtype=torch.float16)
+    second = parameters(INF, dtype=torch.float64) + parameters(1.0, dtype=torch.bfloat16)
+    optimizers = [sgd(first), torch.optim.Adagrad(second)]
     scaler.step_and_update(*optimizers)
     report = scaler.overflow_report()
     assert report.step == 0
@@ -219,31 +188,31 @@ def test_several_optimizers_and_dtypes() -> None:
         *((0, "SGD", 1, "nan"), (0, "SGD", 2, "inf")),
         (1, "Adagrad", 0, "inf"),
     ]
-    for params in (first, second):
-        for param in params:
-            param.grad = torch.ones_like(param)
-    second[1].grad[0] = math.nan
+    for param in first + second:
+        param.grad = torch.ones_like(param)
+    second[1].grad[0] = NAN
     scaler.step_and_update(*optimizers)
     assert [(p.optimizer, p.index) for p in scaler.overflow_report().parameters] == [(1, 1)]
-    del optimizers[0], first
+    del optimizers[0], first, param
     gc.collect()
     assert {p.optimizer_type for p in scaler.overflow_report().totals} == {"Adagrad"}
 
 
 def test_irregular_gradients() -> None:
-    scaler = started()
-    sparse = torch.nn.Parameter(torch.zeros(4, 2))
-    sparse.grad = torch.sparse_coo_tensor(
-        [[1, 3]], [[1.0, 2.0], [math.inf, 1.0]], (4, 2), check_invariants=True
-    )
-    strided = parameter_with(torch.tensor([[1.0, 9.0], [math.nan, 9.0]])[:, 0])
-    fine = parameter_with(torch.ones(6)[::2])
-    empty = parameter_with(torch.ones(0))
-    params = [sparse, strided, fine, empty]
-    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler, sparse = started(), torch.nn.Parameter(torch.zeros(4, 2))
+    values = [[1.0, 2.0], [INF, 1.0]]
+    sparse.grad = torch.sparse_coo_tensor([[1, 3]], values, (4, 2), check_invariants=True)
+    strided = torch.tensor([[1.0, 9.0], [NAN, 9.0]])[:, 0]
+    dense = [parameter_with(each) for each in (strided, torch.ones(6)[::2], torch.ones(0))]
+    pair = TwoTensor(torch.tensor([INF]), torch.tensor([INF]))  # a subclass is not tracked
+    twin = torch.nn.Parameter(pair)
+    twin.grad = pair.clone()
+    optimizer = torch.optim.SGD([sparse, *dense, twin], lr=1.0, foreach=False)
     scaler.unscale_(optimizer)
-    found = [(p.index, p.kind) for p in scaler.overflow_report().parameters]
-    assert found == [(0, "inf"), (1, "nan")]
+    assert kinds(scaler.overflow_report()) == [(0, "inf"), (1, "nan")]
+    optimizer = torch.optim.SGD([twin, *parameters(1.0)], lr=1.0, foreach=False)
+    assert scaler.step(optimizer) is None and scaler.step_skipped(optimizer)
+    assert scaler.overflow_report().totals == ()
 
 
 @pytest.mark.parametrize("track", ["all", "Overflow", "", 3, True, ["overflow"]])
@@ -258,12 +227,6 @@ def test_without_track() -> None:
     with pytest.raises(RuntimeError, match="made with track='overflow'"):
         scaler.overflow_report()
     assert "_tracking" not in vars(scaler)
-
-
-def test_disabled() -> None:
-    scaler = GradScaler("cpu", enabled=False, track="overflow")
-    scaler.name_parameters(net())
-    assert scaler.overflow_report().step is None
 
 
 class Own(GradScaler):
@@ -283,10 +246,6 @@ def test_a_disabled_scaler_clips(track: str) -> None:
     assert scaler.overflow_report().step is None
 
 
-def test_a_disabled_scaler_has_nothing_to_override() -> None:
-    assert Own("cpu", enabled=False, track="overflow").overflow_report().step is None
-
-
 class Calls(GradScaler):
     """Override that calls the original."""
 
@@ -294,22 +253,25 @@ class Calls(GradScaler):
         return super()._unscale_grads_(*args)
 
 
+@pytest.mark.parametrize("kind", [GradScaler, Own])
+def test_disabled(kind: type) -> None:
+    scaler = kind("cpu", enabled=False, track="overflow")
+    scaler.name_parameters(net())
+    assert scaler.overflow_report().step is None
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_overridden_hooks(fused: bool) -> None:
-    for kind in (Own, Calls):
-        scaler = kind("cpu", init_scale=4.0, track="overflow")
-        scaler.scale(torch.ones(()))
-        params = parameters(math.inf)
-        optimizer = torch.optim.Adam(params, fused=fused)
-        scaler.step(optimizer)
-        if kind is Own:
-            with pytest.raises(RuntimeError, match="Own overrides a hook"):
-                scaler.overflow_report()
-        else:
-            assert summary(scaler.overflow_report()) == [("group 0, parameter 0", "inf", 0, 1, 0)]
+    own, calls = (scalers.started(kind, 4.0, track="overflow") for kind in (Own, Calls))
+    optimizer = torch.optim.Adam(parameters(INF), fused=fused)
+    own.step(optimizer)
+    with pytest.raises(RuntimeError, match="Own overrides a hook"):
+        own.overflow_report()
+    optimizer = torch.optim.Adam(parameters(INF), fused=fused)
+    assert summary(report_of(calls, optimizer)) == [("group 0, parameter 0", "inf", 0, 1, 0)]
 
 
-class Bare:
+class Listed:
     """An "optimizer" without weak references, with new groups at every access."""
 
     __slots__ = ("params",)
@@ -326,70 +288,53 @@ class Bare:
 
 
 def test_parameters_that_are_added_and_removed() -> None:
-    scaler = started()
-    params = parameters(math.inf, 1.0)
-    optimizer: Any = Bare(params)
-    scaler.step(optimizer)
-    scaler.update()
-    params += parameters(math.nan)
-    set_values(params[:2], 1.0, math.inf)
-    report = scaler.overflow_report()  # before a pass over the new parameter
-    assert [p.index for p in report.totals] == [0]
-    scaler.step(optimizer)
-    scaler.update()
-    counts = [(p.index, p.infinities, p.nans) for p in scaler.overflow_report().totals]
-    assert counts == [(0, 1, 0), (1, 1, 0), (2, 0, 1)]
+    scaler, params = started(), parameters(INF, 1.0)
+    optimizer = Listed(params)
+    report_of(scaler, optimizer)
+    params += parameters(NAN)
+    set_values(params[:2], 1.0, INF)
+    # Before a pass over the new parameter, and after.
+    assert counts(scaler.overflow_report()) == [(0, 1, 0)]
+    assert counts(report_of(scaler, optimizer)) == [(0, 1, 0), (1, 1, 0), (2, 0, 1)]
     del params[1:]
     set_values(params, 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    counts = [(p.index, p.infinities, p.nans) for p in scaler.overflow_report().totals]
-    assert counts == [(0, 1, 0)]
+    assert counts(report_of(scaler, optimizer)) == [(0, 1, 0)]
     # Others in their place, in equal number.
     bad, params[:] = params[0], parameters(1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.overflow_report().totals == ()
-    bad.grad.fill_(math.nan)
+    assert report_of(scaler, optimizer).totals == ()
+    bad.grad.fill_(NAN)
     params[:] = [*parameters(1.0), bad, *params]
-    scaler.step(optimizer)
-    scaler.update()
     scaler.name_parameters([("bad", bad)])
-    assert [(p.name, p.index) for p in scaler.overflow_report().totals] == [("bad", 1)]
+    assert [(p.name, p.index) for p in report_of(scaler, optimizer).totals] == [("bad", 1)]
 
 
 def test_counts_are_not_those_of_a_parameter_that_died() -> None:
     """Whose address a new one would take soon if nothing held the old one."""
     scaler = started()
-    optimizer: Any = Bare(parameters(math.inf, math.inf))
+    optimizer: Any = Listed(parameters(INF, INF))
     scaler.name_parameters(zip("ab", optimizer.params, strict=True))
-    scaler.step(optimizer)
-    scaler.update()
+    report_of(scaler, optimizer)
     died = weakref.ref(optimizer.params[0])
     optimizer.params[0] = None
-    values = torch.zeros(1000, 3).unbind()
-    others = [torch.nn.Parameter(value) for value in values]
+    others = [torch.nn.Parameter(value) for value in torch.zeros(1000, 3).unbind()]
     others.sort(key=lambda param: id(param) != id(died()))
     optimizer.params[0] = others[0]
     scaler.name_parameters([("c", others[0])])
-    for first, expected in ((1.0, []), (math.nan, [("c", "nan", 2, 0, 1)])):
+    for first, expected in ((1.0, []), (NAN, [("c", "nan", 2, 0, 1)])):
         set_values(optimizer.params, first, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert summary(scaler.overflow_report()) == [*expected, ("b", "inf", 0, 1, 0)]
+        assert summary(report_of(scaler, optimizer)) == [*expected, ("b", "inf", 0, 1, 0)]
     gc.collect()
     assert died() is None, "it is held until the next step at most"
 
 
 def test_parameters_that_change_groups() -> None:
     scaler = started()
-    optimizer = torch.optim.SGD([{"params": parameters(1.0)}, {"params": parameters(math.inf)}])
+    optimizer = sgd([{"params": parameters(1.0)}, {"params": parameters(INF)}])
     scaler.step(optimizer)
     first, second = optimizer.param_groups
     first["params"].append(second["params"].pop())
     scaler.update()
-    scaler.step(optimizer)
-    [row] = scaler.overflow_report().totals
+    [row] = report_of(scaler, optimizer).totals
     assert (row.group, row.index, row.infinities) == (0, 1, 2)
 
 
@@ -408,11 +353,10 @@ class OneShot:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("bad", [2.0, math.inf])
+@pytest.mark.parametrize("bad", [2.0, INF])
 def test_groups_of_iterators(bad: float, fused: bool) -> None:
     sides = []
-    for scaler in (started(), TorchScaler("cpu", init_scale=4.0)):
-        scaler.scale(torch.ones(()))
+    for scaler in (started(), scalers.started(TorchScaler, 4.0)):
         params = parameters(1.0, bad)
         optimizer: Any = OneShot(params, fused)
         if not fused:
@@ -422,23 +366,21 @@ def test_groups_of_iterators(bad: float, fused: bool) -> None:
         sides.append([[param, param.grad] for param in params] + [scaler.get_scale()])
         if isinstance(scaler, GradScaler):
             found = [(p.group, p.index) for p in scaler.overflow_report().totals]
-            assert found == ([(1, 0)] if bad == math.inf else [])
+            assert found == ([(1, 0)] if bad == INF else [])
     assert_same(*sides)
-
-
-def test_a_report_consumes_no_iterator() -> None:
-    scaler, params = started(), parameters(math.inf)
-    optimizer: Any = OneShot(params, fused=False)
+    # A report consumes none.
+    scaler, params = started(), parameters(INF)
+    optimizer = OneShot(params, fused=False)
     for count in (1, 2):
         scaler.step(optimizer)
         scaler.update()
         optimizer.param_groups = [{"params": iter(params)}]
-        assert [p.infinities for p in scaler.overflow_report().totals] == [count]
+        assert counts(scaler.overflow_report()) == [(0, count, 0)]
 
 
 def test_new_parameters_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler, params = started(), parameters(1.0)
-    optimizer: Any = Bare(params)
+    optimizer = Listed(params)
     scaler.unscale_(optimizer)
     scaler.update()
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
@@ -451,49 +393,33 @@ def test_new_parameters_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_copies_start_afresh() -> None:
-    scaler = started()
-    params = parameters(math.inf)
-    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler, params = started(), parameters(INF)
     scaler.name_parameters([("a", params[0])])
-    scaler.step(optimizer)
-    scaler.update()
+    report_of(scaler, optimizer := sgd(params))
     for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert twin.overflow_report().totals == ()
         twin.scale(torch.ones(()))
-        set_values(params, math.nan)
-        twin.step(optimizer)
-        twin.update()
-        assert summary(twin.overflow_report()) == [("group 0, parameter 0", "nan", 1, 0, 1)]
+        set_values(params, NAN)
+        assert summary(report_of(twin, optimizer)) == [("group 0, parameter 0", "nan", 1, 0, 1)]
     assert [p.name for p in scaler.overflow_report().totals] == ["a"]
-
-
-def test_names_that_are_partly_missing() -> None:
-    scaler = started()
-    params = parameters(math.nan, math.inf)
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler.name_parameters([("first", params[0])])
-    scaler.step(optimizer)
-    names = [p.name for p in scaler.overflow_report().parameters]
-    assert names == ["first", "group 0, parameter 1"]
 
 
 def test_names_that_do_not_match_the_optimizer() -> None:
     scaler = started()
-    params, others = parameters(math.nan), parameters(1.0)
+    params, others = parameters(NAN, INF), parameters(1.0)
     scaler.name_parameters([("other", others[0])])
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    with pytest.raises(ValueError, match="none of the optimizers' 1 parameters"):
+    optimizer = sgd(params)
+    with pytest.raises(ValueError, match="none of the optimizers' 2 parameters"):
         scaler.health(optimizer)
     scaler.step(optimizer)
-    with pytest.raises(ValueError, match="none of the optimizers' 1 parameters"):
+    with pytest.raises(ValueError, match="none of the optimizers' 2 parameters"):
         scaler.overflow_report()
+    # Some parameters, and all of some optimizers, may have no names.
     scaler.name_parameters([("mine", params[0])])
-    assert scaler.overflow_report().parameters[0].name == "mine"
-    # Some of several optimizers may have no names.
-    unnamed = torch.optim.SGD(parameters(math.inf), lr=1.0)
-    scaler.step(unnamed)
-    names = [p.name for p in scaler.overflow_report().parameters]
-    assert names == ["mine", "group 0, parameter 0"]
+    assert names(scaler.overflow_report()) == ["mine", "group 0, parameter 1"]
+    scaler.step(unnamed := sgd(parameters(INF)))
+    assert names(scaler.overflow_report())[2:] == ["group 0, parameter 0"]
+    assert unnamed
 
 
 @pytest.mark.parametrize(
@@ -513,25 +439,26 @@ def test_bad_names(track: str | None, given: Any, error: type, text: str) -> Non
         started(track).name_parameters(given)
 
 
-@pytest.mark.parametrize("way", ["module", "pairs", "another module"])
+WAYS = {
+    "module": lambda model: model,
+    "pairs": lambda model: model.named_parameters(),
+    "another module": lambda model: torch.nn.Sequential(*model),  # which is gone at once
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_names_and_counts_outlive_a_conversion_by_swapping(when: str, way: str) -> None:
-    model = net()
-    scaler = started()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, scaler = net(), started()
+    optimizer = sgd(model.parameters())
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        if way == "module":
-            scaler.name_parameters(model)
-        elif way == "pairs":
-            scaler.name_parameters(model.named_parameters())
-        else:
-            scaler.name_parameters(torch.nn.Sequential(*model))  # which is gone at once
+        scaler.name_parameters(WAYS[way](model))
         if when == "before":
             model.double()
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-        model[2].bias.grad[0] = math.nan
+        model[2].bias.grad[0] = NAN
         scaler.step(optimizer)
         scaler.update()
         del param
@@ -550,53 +477,40 @@ def test_the_last_name_counts() -> None:
     model, scaler = net(), started()
     model[2].weight = torch.nn.Parameter(torch.ones(4, 3))
     model[0].weight = model[2].weight  # one parameter in two modules
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    optimizer = sgd(model[0].parameters())
     for param in model[0].parameters():
-        param.grad = torch.full_like(param, math.inf)
+        param.grad = torch.full_like(param, INF)
     scaler.step(optimizer)
-
-    def names() -> list[str]:
-        return [p.name for p in scaler.overflow_report().parameters]
-
-    scaler.name_parameters(model)
-    assert names() == ["0.weight", "0.bias"]
-    scaler.name_parameters(torch.nn.ModuleDict({"own": model[0]}))
-    assert names() == ["own.weight", "own.bias"]
-    scaler.name_parameters([("given", model[0].weight)])
-    assert names() == ["given", "own.bias"]
-    scaler.name_parameters(model)
-    assert names() == ["0.weight", "0.bias"]
+    for given, expected in (
+        (model, ["0.weight", "0.bias"]),
+        (torch.nn.ModuleDict({"own": model[0]}), ["own.weight", "own.bias"]),
+        ([("given", model[0].weight)], ["given", "own.bias"]),
+        (model, ["0.weight", "0.bias"]),
+    ):
+        scaler.name_parameters(given)
+        assert names(scaler.overflow_report()) == expected
 
 
 def test_a_parameter_that_replaces_another_in_its_module_has_the_name() -> None:
     model, scaler = net(), started()
     scaler.name_parameters(model)
     model[2].bias = torch.nn.Parameter(torch.zeros(2))
-    model[2].bias.grad = torch.full((2,), math.inf)
-    scaler.step(torch.optim.SGD([model[2].bias], lr=1.0))
+    model[2].bias.grad = torch.full((2,), INF)
+    scaler.step(sgd([model[2].bias]))
     assert scaler.overflow_report().parameters == ()  # of an optimizer that is gone
-    optimizer = torch.optim.SGD([model[2].bias], lr=1.0)
+    optimizer = sgd([model[2].bias])
     scaler.update()
     scaler.step(optimizer)
-    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
+    assert names(scaler.overflow_report()) == ["2.bias"]
 
 
-def test_pairs_are_forgotten_with_their_parameters() -> None:
-    scaler = started()
-    model = net()
+@pytest.mark.parametrize("way", ["module", "pairs"])
+def test_names_do_not_keep_parameters(way: str) -> None:
+    model, scaler = net(), started()
     alive = weakref.ref(model[0].weight)
-    scaler.name_parameters(model.named_parameters())
+    scaler.name_parameters(WAYS[way](model))
     del model
     gc.collect()
-    scaler.name_parameters(net())  # the next call
-    assert alive() is None
-
-
-def test_names_do_not_keep_parameters() -> None:
-    scaler = started()
-    model = net()
-    alive = weakref.ref(model[0].weight)
-    scaler.name_parameters(model)
-    del model
-    gc.collect()
+    if way == "pairs":
+        scaler.name_parameters(net())  # the next call
     assert alive() is None

@@ -25,6 +25,7 @@ from support.scale_model import (
     random_steps,
     update_of,
 )
+from support.scalers import started
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
@@ -51,6 +52,15 @@ class Loop:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    def steps(self, *values: float) -> Loop:
+        for value in values:
+            self.step(value)
+        return self
+
+    @property
+    def words(self) -> torch.Tensor:
+        return self.scaler._loss_scale.words
 
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
@@ -109,16 +119,17 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert_state(loop.scaler._loss_scale, model)
 
 
-def test_steps_under_a_dispatch_mode_are_counted() -> None:
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            return op(*args, **(kwargs or {}))
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
 
-    apart, watched = Loop(min_scale=3.0, growth_interval=1), Loop(min_scale=3.0, growth_interval=1)
-    for value in (1.0, math.inf, math.inf, math.inf):
-        apart.step(value)
-        with Watching():
-            watched.step(value)
+
+def test_steps_under_a_dispatch_mode_are_counted() -> None:
+    values = (1.0, math.inf, math.inf, math.inf)
+    apart = Loop(min_scale=3.0, growth_interval=1).steps(*values)
+    watched = Loop(min_scale=3.0, growth_interval=1)
+    with Watching():
+        watched.steps(*values)
     assert watched.scaler.stats() == apart.scaler.stats()
     assert watched.scaler.get_scale() == 3.0
 
@@ -126,9 +137,7 @@ def test_steps_under_a_dispatch_mode_are_counted() -> None:
 def test_history() -> None:
     loop = Loop(growth_interval=2)
     assert len(loop.scaler.history()) == 0
-    for value in (1.0, 1.0, math.nan, 1.0):
-        loop.step(value)
-    history = loop.scaler.history()
+    history = loop.steps(1.0, 1.0, math.nan, 1.0).scaler.history()
     assert len(history) == 4
     assert history.step.tolist() == [0, 1, 2, 3]
     assert history.scale.tolist() == [8.0, 8.0, 16.0, 8.0]
@@ -163,26 +172,26 @@ def test_norms_of_an_iteration() -> None:
             assert history.grad_norm[-1].item() == expected
 
 
-def test_stats_before_anything_happened() -> None:
-    scaler = GradScaler("cpu", init_scale=4.0)
-    assert scaler.stats() == ampfast.report.ScalerStats(0, 0, 0, 0, 0, 4.0, 0)
-    disabled = GradScaler("cpu", enabled=False)
-    assert disabled.stats() == ampfast.report.ScalerStats(0, 0, 0, 0, 0, 1.0, 0)
-    assert len(disabled.history()) == 0
+@pytest.mark.parametrize(("enabled", "scale"), [(True, 4.0), (False, 1.0)])
+def test_stats_before_anything_happened(enabled: bool, scale: float) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    assert scaler.stats() == ampfast.report.ScalerStats(0, 0, 0, 0, 0, scale, 0)
+    assert len(scaler.history()) == 0
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_a_scale_that_is_set(backend: str) -> None:
+def test_a_scale_that_is_set(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "cpu":
+        # torch's ops would be a hundred small ones.
+        monkeypatch.setattr(torch_ops, "update", lambda update: pytest.fail("took torch's ops"))
     loop = Loop(backend=backend, growth_interval=1)
     loop.scaler.update(2.0)
     assert loop.scaler.get_scale() == 2.0
     assert loop.scaler.stats().steps == 0, "nothing was checked"
-    loop.param.grad = torch.full((3,), math.inf)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update(32.0)
-    loop.param.grad = torch.ones(3)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update(4.0)
+    for value, scale in ((math.inf, 32.0), (1.0, 4.0)):
+        loop.param.grad = torch.full((3,), value)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update(scale)
     stats = loop.scaler.stats()
     assert (stats.steps, stats.skipped, stats.growths, stats.backoffs) == (2, 1, 0, 0)
     assert (stats.scale, stats.growth_tracker) == (4.0, 0)
@@ -190,19 +199,8 @@ def test_a_scale_that_is_set(backend: str) -> None:
     assert loop.scaler.history().skipped.tolist() == [True, False]
 
 
-def test_a_scale_that_is_set_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop()
-    loop.param.grad = torch.ones(3)
-    loop.scaler.step(loop.optimizer)
-    # torch's ops would be a hundred small ones.
-    monkeypatch.setattr(torch_ops, "update", lambda update: pytest.fail("took torch's ops"))
-    loop.scaler.update(2.0)
-    assert loop.scaler.stats().steps == 1
-
-
 def test_a_step_that_raises_is_not_counted() -> None:
-    loop = Loop()
-    loop.step()
+    loop = Loop().steps(1.0)
     before = loop.scaler.stats()
     loop.optimizer.step = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -231,21 +229,20 @@ def test_raises_at_the_minimum() -> None:
     for mend in (lambda: loop.scaler.update(8.0), lambda: loop.scaler.load_state_dict(saved)):
         mend()
         assert loop.scaler.stats().scale == 8.0
-        for _ in range(3):
-            loop.step(math.inf)
+        loop.steps(*[math.inf] * 3)
         with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
             loop.step(math.inf)
 
 
 def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
     loop = Loop(init_scale=1.0, min_scale=1.0, on_min_scale="warn")
-    counts = []
-    for _ in range(9):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loop.step(math.inf)
-        assert all(warning.filename == __file__ for warning in caught)
-        counts += [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.steps(*[math.inf] * 8)
+        assert len(caught) == 4, "at once"
+        loop.steps(math.inf)
+    assert all(warning.filename == __file__ for warning in caught)
+    counts = [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
     assert counts == ["1", "2", "4", "8"]
     loop.step(1.0)
     with pytest.warns(UserWarning, match="1 step was skipped"):
@@ -261,45 +258,41 @@ def skipping(on_min_scale: str, skips: int) -> LossScale:
     return state
 
 
-def test_stats_tell_of_the_minimum() -> None:
+def test_what_is_told_of_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FloatingPointError, match="at its minimum"):
         skipping("raise", 1).stats(torch.tensor(1.0), torch.tensor([0], dtype=torch.int32))
-
-
-def test_setting_the_scale_restarts_the_watch() -> None:
     state = skipping("warn", 4)
     with pytest.warns(UserWarning, match="4 steps in a row"):
         state.check_min_scale()
+    # As where the scale is set, which restarts the watch.
     state.reset_minimum()
     assert state.on_min_scale == "warn"
     state.words[state_layout.SKIPS_AT_MINIMUM] = 1
     state.words[state_layout.CONSECUTIVE_SKIPS] = 5
     with pytest.warns(UserWarning, match="5 steps in a row"):
         state.check_min_scale()
-
-
-def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
-    loop = Loop(init_scale=8.0, min_scale=1.0, on_min_scale="raise", hysteresis=3)
-    loop.step(math.inf)
-    scaler = loop.scaler
-    words = scaler._loss_scale.words
-    words[state_layout.SKIPS_AT_MINIMUM] = words[state_layout.CONSECUTIVE_SKIPS] = 1
-    scaler.update(4.0)
-    assert scaler.stats().skipped == 1
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
-    scaler.step(optimizer)
-    scaler.update(2.0)
-    assert scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 2
-
-
-def test_the_minimum_is_not_checked_before_the_start_or_under_capture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    # Neither before the start nor under capture.
     LossScale(Limits(min_scale=1.0), "raise").check_min_scale()
     state = skipping("raise", 1)
     monkeypatch.setattr(loss_scale, "is_capturing", lambda: True)
     state.check_min_scale()
+
+
+def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
+    loop = Loop(min_scale=1.0, on_min_scale="raise", hysteresis=3).steps(math.inf)
+    assert Loop().words is not None, "made with the scale, before a capture"
+    skips = [state_layout.CONSECUTIVE_SKIPS, state_layout.SKIPS_AT_MINIMUM]
+    loop.words[skips] = 1
+    loop.scaler.update(4.0)
+    assert loop.scaler.stats().skipped == 1
+    loop.param.grad = torch.ones(3)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update(2.0)
+    assert loop.scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 2
+    # So does a checkpoint.
+    loop.words[skips] = 1
+    loop.scaler.load_state_dict(loop.scaler.state_dict())
+    assert loop.scaler.stats().steps == 2
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn"])
@@ -307,20 +300,16 @@ def test_silent_above_the_minimum(on_min_scale: str) -> None:
     loop = Loop(min_scale=1.0, on_min_scale=on_min_scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(3 if on_min_scale == "warn" else 9):
-            loop.step(math.inf)
+        loop.steps(*[math.inf] * (3 if on_min_scale == "warn" else 9))
     assert loop.scaler.get_scale() == 1.0
 
 
 def test_the_default_reaches_zero_as_torchs() -> None:
-    ours, theirs = Loop(init_scale=1e-44), torch.amp.GradScaler("cpu", init_scale=1e-44)
-    theirs.scale(torch.zeros(()))
+    ours, theirs = Loop(init_scale=1e-44), Loop(init_scale=1e-44)
+    theirs.scaler = started(torch.amp.GradScaler, 1e-44)
     for _ in range(4):
-        loop_flag = torch.tensor(1.0)
-        theirs._per_optimizer_states[0]["found_inf_per_device"] = {"cpu": loop_flag}
-        theirs.update()
-        ours.step(math.inf)
-        assert ours.scaler._scale.item() == theirs._scale.item()
+        assert ours.steps(math.inf).scaler._scale == theirs.steps(math.inf).scaler._scale
+    assert ours.scaler._scale == 0.0
 
 
 # Static scale
@@ -348,16 +337,18 @@ def test_a_static_scale() -> None:
 # Bad input
 
 
+ABOVE = "_scale must be above 0 and finite"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, "must not be above max_scale, got 2.0"),
-        ({"min_scale": 0.0}, ValueError, "min_scale must be above 0 and finite"),
-        ({"min_scale": -1.0}, ValueError, "min_scale must be above 0"),
-        ({"min_scale": 1e-50}, ValueError, "min_scale must be above 0"),
-        ({"max_scale": math.inf}, ValueError, "max_scale must be above 0 and finite"),
-        ({"max_scale": 1e39}, ValueError, "max_scale must be above 0 and finite"),
-        ({"max_scale": math.nan}, ValueError, "max_scale must be above 0 and finite"),
+        *(({"min_scale": low}, ValueError, f"min{ABOVE}") for low in (0.0, -1.0, 1e-50)),
+        *(
+            ({"max_scale": high}, ValueError, f"max{ABOVE}")
+            for high in (math.inf, 1e39, math.nan, 10**400)
+        ),
         ({"max_scale": "1"}, TypeError, "max_scale must be a Python number or None, got str"),
         ({"min_scale": True}, TypeError, "min_scale must be a Python number or None, got bool"),
         ({"min_scale": 2.0**17}, ValueError, "init_scale must be from min_scale to max_scale"),
@@ -365,7 +356,6 @@ def test_a_static_scale() -> None:
         ({"init_scale": math.nan, "min_scale": 1.0}, ValueError, "init_scale must be from"),
         ({"hysteresis": 0}, ValueError, "hysteresis must be at least 1, got 0"),
         ({"hysteresis": 2**70}, ValueError, "hysteresis must be at least 1"),
-        ({"max_scale": 10**400}, ValueError, "max_scale must be above 0 and finite"),
         ({"hysteresis": 1.5}, TypeError, "hysteresis must be an int, got float"),
         ({"hysteresis": True}, TypeError, "hysteresis must be an int, got bool"),
         ({"hysteresis_refill": "never"}, ValueError, "must be one of growth, finite_step"),
@@ -383,12 +373,10 @@ def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool
 
 
 def test_torch_takes_flags_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = object()
-    monkeypatch.setattr(
-        torch_ops, "moved", lambda flag, _: torch.ones(()) if flag is elsewhere else flag
-    )
+    there, one = object(), torch.ones(())
+    monkeypatch.setattr(torch_ops, "moved", lambda flag, _: one if flag is there else flag)
     scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
-    torch_ops.update(Update(scale, tracker, [torch.zeros(()), elsewhere], 2.0, 0.5, 1))
+    torch_ops.update(Update(scale, tracker, [torch.zeros(()), there], 2.0, 0.5, 1))
     assert scale.item() == 4.0
 
 
@@ -396,44 +384,34 @@ POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 
 
 def test_checkpoints_keep_the_policy() -> None:
-    loop = Loop(**POLICY)
-    assert set(loop.scaler.state_dict()) - set(torch.amp.GradScaler("cpu").state_dict()) == {
-        "ampfast"
-    }
-    loop.step(math.inf)
-    saved = loop.scaler.state_dict()
-    assert saved["ampfast"] == {
-        **POLICY,
-        "hysteresis_refill": "growth",
-        "hysteresis_tracker": 2,
-        "norms": [],
-        "limits": [],
-    }
+    loop, torchs = Loop(**POLICY), torch.amp.GradScaler("cpu")
+    assert set(loop.scaler.state_dict()) - set(torchs.state_dict()) == {"ampfast"}
+    saved = loop.steps(math.inf).scaler.state_dict()
+    also = {"hysteresis_refill": "growth", "hysteresis_tracker": 2, "norms": [], "limits": []}
+    assert saved["ampfast"] == {**POLICY, **also}
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    for started in (False, True):
+    for is_started in (False, True):
         resumed = Loop(**POLICY)
-        if not started:
+        if not is_started:
             resumed.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
         resumed.scaler.load_state_dict(saved)
         assert resumed.scaler.state_dict() == saved
         resumed.scaler.scale(torch.zeros(()))
-        for _ in range(2):
-            resumed.step(math.inf)
-        assert resumed.scaler.get_scale() == 4.0  # at the third overflow in total
-    torch.amp.GradScaler("cpu").load_state_dict(saved)
+        assert resumed.steps(math.inf, math.inf).scaler.get_scale() == 4.0  # the third overflow
+    torchs.load_state_dict(saved)
 
 
 @pytest.mark.filterwarnings("ignore:The scale is 0")
-@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("is_started", [False, True])
 @pytest.mark.parametrize("scale", [0.125, 128.0, 0.0, math.inf, math.nan])
-def test_checkpoints_beyond_the_limits(scale: float, started: bool) -> None:
+def test_checkpoints_beyond_the_limits(scale: float, is_started: bool) -> None:
     """They load as a scale that was set, which is left until it comes within."""
     given, loaded = Loop(**POLICY), Loop(**POLICY)
     given.scaler.update(scale)
-    if not started:
+    if not is_started:
         loaded.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
     loaded.scaler.load_state_dict(given.scaler.state_dict())
     loaded.scaler.scale(torch.zeros(()))
@@ -443,14 +421,6 @@ def test_checkpoints_beyond_the_limits(scale: float, started: bool) -> None:
         assert loaded.scaler.state_dict()["ampfast"] == given.scaler.state_dict()["ampfast"]
         for loop in (given, loaded):
             loop.step(value)
-
-
-def test_a_static_checkpoint_is_not_for_limits() -> None:
-    scaler = Loop(**POLICY).scaler
-    saved = GradScaler("cpu", init_scale=2.0, dynamic=False).state_dict()
-    with pytest.raises(ValueError, match="the checkpoint's scale is static, but this scaler"):
-        scaler.load_state_dict(saved)
-    assert scaler.get_scale() == 8.0
 
 
 def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsRecorder) -> None:
@@ -474,23 +444,28 @@ def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsR
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_a_limit_does_not_move_the_scale_the_wrong_way(backend: str) -> None:
     loop = Loop(backend=backend, growth_interval=1, min_scale=4.0, max_scale=16.0)
-    loop.scaler.update(1.0)
-    loop.step(math.inf)
-    assert loop.scaler.get_scale() == 1.0
-    loop.step()
-    assert loop.scaler.get_scale() == 2.0
-    loop.scaler.update(64.0)
-    loop.step()
-    assert loop.scaler.get_scale() == 64.0
-    loop.step(math.inf)
-    assert loop.scaler.get_scale() == 32.0
+    for before, value, after in (
+        *((1.0, math.inf, 1.0), (None, 1.0, 2.0)),
+        *((64.0, 1.0, 64.0), (None, math.inf, 32.0)),
+    ):
+        if before is not None:
+            loop.scaler.update(before)
+        assert loop.steps(value).scaler.get_scale() == after
 
 
 def test_torchs_checkpoints_refill_the_hysteresis() -> None:
-    loop = Loop(**POLICY)
-    loop.step(math.inf)
-    loop.scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=16.0).state_dict())
-    assert loop.scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 3
+    scaler = Loop(**POLICY).steps(math.inf).scaler
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=16.0).state_dict())
+    assert scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 3
+
+
+def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> GradScaler:
+    scaler = Loop(**arguments).steps(math.inf).scaler
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match=message):
+        scaler.load_state_dict(saved)
+    assert scaler.state_dict() == before
+    return scaler
 
 
 @pytest.mark.parametrize(
@@ -505,68 +480,42 @@ def test_torchs_checkpoints_refill_the_hysteresis() -> None:
     ],
 )
 def test_checkpoints_of_another_policy(change: dict | None, message: str) -> None:
-    loop = Loop(**POLICY)
-    loop.step(math.inf)
-    before = loop.scaler.state_dict()
-    entry = None if change is None else {**before["ampfast"], **change}
-    with pytest.raises(ValueError, match=message):
-        loop.scaler.load_state_dict({**before, "scale": 1.0, "ampfast": entry})
-    assert loop.scaler.state_dict() == before
+    saved = Loop(**POLICY).steps(math.inf).scaler.state_dict()
+    entry = None if change is None else {**saved["ampfast"], **change}
+    assert_refused({**saved, "scale": 1.0, "ampfast": entry}, message, **POLICY)
 
 
-def entry_of(limits: Limits, tracker: Any) -> dict[str, Any]:
-    return {**limits.settings(), "hysteresis_tracker": tracker}
-
-
-@pytest.mark.parametrize("tracker", [3, 2, 0, -1, -63, 1 - 2**31])
-def test_trackers_of_a_checkpoint(tracker: int) -> None:
-    limits = Limits(hysteresis=3)
-    assert limits.require_loadable(entry_of(limits, tracker)) == tracker
-
-
-@pytest.mark.parametrize("tracker", [4, -(2**31), True, 1.0, None])
-def test_trackers_that_cannot_be(tracker: Any) -> None:
-    limits = Limits(hysteresis=3)
-    with pytest.raises(ValueError, match="hysteresis_tracker must be an int"):
-        limits.require_loadable(entry_of(limits, tracker))
-
-
-def test_a_checkpoint_has_no_skips_at_the_minimum() -> None:
-    scaler = GradScaler("cpu", init_scale=1.0, min_scale=1.0, on_min_scale="raise")
-    scaler.scale(torch.ones(()))
-    words = scaler._loss_scale.words
-    words[[state_layout.STEPS, state_layout.CONSECUTIVE_SKIPS, state_layout.SKIPS_AT_MINIMUM]] = 1
-    scaler.load_state_dict(scaler.state_dict())
-    assert scaler.stats().steps == 1
-
-
-def test_a_policys_checkpoint_is_not_for_a_scaler_without() -> None:
+def test_checkpoints_of_another_kind_of_scaler() -> None:
+    static = GradScaler("cpu", init_scale=2.0, dynamic=False).state_dict()
+    assert_refused(static, "the checkpoint's scale is static, but this scaler", **POLICY)
     saved = Loop(**POLICY).scaler.state_dict()
-    scaler = GradScaler("cpu")
-    with pytest.raises(ValueError, match="hysteresis 3 there, 1 here"):
-        scaler.load_state_dict(saved)
-    assert scaler.get_scale() == 65536.0
+    scaler = assert_refused(saved, "hysteresis 3 there, 1 here", init_scale=2.0)
     del saved["ampfast"]
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 8.0
-
-
-def test_a_dynamic_checkpoint_is_not_for_a_static_scaler() -> None:
-    scaler = GradScaler("cpu", dynamic=False, init_scale=4.0)
-    with pytest.raises(ValueError, match="dynamic=False, but the checkpoint's scale changes"):
-        scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
-    assert scaler.get_scale() == 4.0
+    message = "dynamic=False, but the checkpoint's scale changes"
+    torchs = torch.amp.GradScaler("cpu").state_dict()
+    scaler = assert_refused(torchs, message, dynamic=False, init_scale=4.0)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("tracker", [3, 2, 0, -1, -63, 1 - 2**31, 4, -(2**31), True, 1.0, None])
+def test_trackers_of_a_checkpoint(tracker: Any) -> None:
+    limits = Limits(hysteresis=3)
+    entry = {**limits.settings(), "hysteresis_tracker": tracker}
+    if type(tracker) is int and -(2**31) < tracker < 4:
+        assert limits.require_loadable(entry) == tracker
+        return
+    with pytest.raises(ValueError, match="hysteresis_tracker must be an int"):
+        limits.require_loadable(entry)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "copy"])
 def test_counters_survive_copies(how: str, inference: bool, backend: str) -> None:
-    loop = Loop(**POLICY, on_min_scale="warn", backend=backend)
-    for value in (1.0, math.inf, 1.0):
-        loop.step(value)
+    loop = Loop(**POLICY, on_min_scale="warn", backend=backend).steps(1.0, math.inf, 1.0)
     with torch.inference_mode(inference):
         if how == "pickle":
             pickled = pickle.dumps(loop.scaler)
@@ -576,21 +525,18 @@ def test_counters_survive_copies(how: str, inference: bool, backend: str) -> Non
             copied = getattr(copy, how)(loop.scaler)
     assert copied.stats() == loop.scaler.stats()
     assert copied.history().scale.tolist() == [8.0, 8.0, 8.0]
-    other = Loop()
-    other.scaler = copied
+    loop.scaler, kept = copied, loop.scaler
     copied.scale(torch.zeros(()))
-    other.step(math.inf)
-    assert copied.stats().steps == 4 and loop.scaler.stats().steps == 3
-    assert loop.scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 2
+    loop.step(math.inf)
+    assert copied.stats().steps == 4 and kept.stats().steps == 3
+    assert kept.state_dict()["ampfast"]["hysteresis_tracker"] == 2
     assert copied.state_dict()["ampfast"]["hysteresis_tracker"] == 1
-    copied.load_state_dict(loop.scaler.state_dict())
+    copied.load_state_dict(kept.state_dict())
 
 
 def test_torchs_pickle_has_counters_from_zero() -> None:
     loop = Loop()
-    scaler = GradScaler.__new__(GradScaler)
-    scaler.__setstate__(torch.amp.GradScaler("cpu", init_scale=2.0).__getstate__())
-    loop.scaler = scaler
-    scaler.scale(torch.zeros(()))
-    loop.step()
-    assert scaler.stats().steps == 1
+    loop.scaler = GradScaler.__new__(GradScaler)
+    loop.scaler.__setstate__(torch.amp.GradScaler("cpu", init_scale=2.0).__getstate__())
+    loop.scaler.scale(torch.zeros(()))
+    assert loop.steps(1.0).scaler.stats().steps == 1

@@ -11,8 +11,7 @@ import torch
 from support.comparison import assert_same
 from support.optimizers import FUSED, OPTIMIZERS
 from support.outcomes import outcome
-from support.reference_launcher import ReferenceLauncher
-from support.scalers import TorchScaler
+from support.scalers import TorchScaler, started
 from support.twins import assert_sides_same, side
 
 from ampfast import GradScaler
@@ -70,8 +69,23 @@ class Trial:
             assert_sides_same(ours, theirs)
 
 
-def trials(kinds: tuple[str, ...], **arguments: Any) -> tuple[Trial, Trial]:
-    return Trial(GradScaler, kinds, **arguments), Trial(TorchScaler, kinds, **arguments)
+Prepare = Callable[[Trial], object]
+
+
+def trials(kinds: tuple[str, ...], prepare: Prepare | None = None) -> tuple[Trial, Trial]:
+    """Ours and torch's, both prepared."""
+    both = Trial(GradScaler, kinds), Trial(TorchScaler, kinds)
+    if prepare is not None:
+        for trial in both:
+            prepare(trial)
+    return both
+
+
+def assert_end_alike(ours: Trial, theirs: Trial) -> None:
+    """Ends the iteration of ours in one call."""
+    ends = outcome(ours.at_once), outcome(theirs.apart)
+    assert_same(ends[0].comparable()[:2], ends[1].comparable()[:2])
+    ours.same_as(theirs)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -139,8 +153,7 @@ class Stub:
 def test_irregular_gradients(kind: str, bad: bool, last: bool) -> None:
     both = []
     for scaler_type in (GradScaler, TorchScaler):
-        scaler = scaler_type("cpu", init_scale=4.0, growth_interval=1)
-        scaler.scale(torch.ones(()))
+        scaler = started(scaler_type, 4.0, growth_interval=1)
         regular = torch.tensor([1.0, math.inf if bad else 2.0])
         stubs = [Stub([regular]), Stub([torch.ones(3), IRREGULAR[kind](), torch.ones(2)])]
         order = stubs if last else stubs[::-1]
@@ -168,20 +181,20 @@ def raises_in_step(trial: Trial, index: int) -> None:
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("kinds", [("sgd", "adam"), ("fused_sgd", "fused_adam")], ids="+".join)
 def test_a_step_that_raises_leaves_the_scale_alone(kinds: tuple[str, ...], index: int) -> None:
-    ours, theirs = trials(kinds, growth_interval=1)
-    for trial in (ours, theirs):
+    arguments = {"growth_interval": 1}
+    ours, theirs = (Trial(kind, kinds, **arguments) for kind in (GradScaler, TorchScaler))
+    before = [2.0**10, 0]
+    for trial, call in ((ours, ours.at_once), (theirs, theirs.apart)):
         trial.backward(0)
         raises_in_step(trial, index)
-    before = [t.clone() for t in (ours.scaler._scale, ours.scaler._growth_tracker)]
-    for call in (ours.at_once, theirs.apart):
         with pytest.raises(MemoryError, match="no room"):
             call()
-    assert_same([ours.scaler._scale, ours.scaler._growth_tracker], before)
-    for optimizer in ours.optimizers + theirs.optimizers:
-        # Not compared: the test's stand-in, and attributes that torch's scaler leaves on a fused
-        # optimizer.
-        for name in ("step", "grad_scale", "found_inf"):
-            optimizer.__dict__.pop(name, None)
+        assert [trial.scaler._scale, trial.scaler._growth_tracker] == before
+        for optimizer in trial.optimizers:
+            # Not compared: the test's stand-in, and attributes that torch's scaler leaves on a
+            # fused optimizer.
+            for name in ("step", "grad_scale", "found_inf"):
+                optimizer.__dict__.pop(name, None)
     ours.same_as(theirs)
     # A loop that catches the error goes on with update().
     for trial in (ours, theirs):
@@ -194,8 +207,7 @@ def test_an_update_that_no_kernel_does(kind: str) -> None:
     ours, theirs = Trial(GradScaler, (kind,), backend="aten"), Trial(TorchScaler, (kind,))
     for trial in (ours, theirs):
         trial.backward(0)
-    assert ours.at_once() == theirs.apart()
-    ours.same_as(theirs)
+    assert_end_alike(ours, theirs)
 
     ours.backward(1)
     raises_in_step(ours, 0)
@@ -212,79 +224,60 @@ def stepped(trial: Trial) -> None:
     trial.scaler.step(trial.optimizers[0])
 
 
+def overflowed(trial: Trial) -> None:
+    trial.backward(0, (0,))
+    trial.scaler.step(trial.optimizers[0])
+
+
 def unscaled(trial: Trial) -> None:
     trial.backward(0, (0,))
     trial.scaler.unscale_(trial.optimizers[0])
 
 
-@pytest.mark.parametrize("prepare", [no_gradients, stepped, unscaled, lambda trial: None])
+def checked(trial: Trial) -> None:
+    """By a check of the same optimizer that does not count."""
+    trial.backward(0, (0,))
+    trial.scaler._check_inf_per_device(trial.optimizers[0])
+    trial.backward(0)
+
+
+CASES = [(prepare, "cpu") for prepare in (no_gradients, stepped, unscaled, None)]
+CASES += [(prepare, "launcher") for prepare in (unscaled, checked)]
+
+
+@pytest.mark.parametrize(("prepare", "kernels"), CASES)
 @pytest.mark.parametrize("kinds", [("sgd",), ("fused_adam",), ("fused_adam", "sgd")], ids="+".join)
 def test_errors_and_states_match_separate_calls(
-    kinds: tuple[str, ...], prepare: Callable[[Trial], None]
+    kinds: tuple[str, ...], prepare: Prepare | None, kernels: str, request: pytest.FixtureRequest
 ) -> None:
-    ours, theirs = trials(kinds)
-    prepare(ours)
-    prepare(theirs)
-    ours_outcome, theirs_outcome = outcome(ours.at_once), outcome(theirs.apart)
-    assert_same(ours_outcome.comparable()[:2], theirs_outcome.comparable()[:2])
-    ours.same_as(theirs)
+    if kernels == "launcher":
+        request.getfixturevalue("launcher")
+    ours, theirs = trials(kinds, prepare)
+    assert_end_alike(ours, theirs)
+    if kernels == "launcher":
+        # An update that could not ride rides in no later check.
+        for trial in (ours, theirs):
+            trial.backward(1)
+            trial.apart()
+        ours.same_as(theirs)
 
 
-def test_without_optimizers_it_is_update() -> None:
-    ours, theirs = trials(("sgd",))
-    for trial in (ours, theirs):
-        trial.backward(0, (0,))
-        trial.scaler.step(trial.optimizers[0])
+@pytest.mark.parametrize("kernels", ["cpu", "launcher"])
+def test_without_optimizers_it_is_update(kernels: str, request: pytest.FixtureRequest) -> None:
+    if kernels == "launcher":
+        request.getfixturevalue("launcher")
+    ours, theirs = trials(("sgd",), overflowed)
     assert ours.scaler.step_and_update() == []
     theirs.scaler.update()
     ours.same_as(theirs)
+    assert ours.scaler.get_scale() == 2.0**9
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         ours.scaler.step_and_update()
 
 
-def test_without_optimizers_no_update_rides(launcher: ReferenceLauncher) -> None:
-    trial = Trial(GradScaler, ("sgd",))
-    trial.backward(0, (0,))
-    trial.scaler.step(trial.optimizers[0])
-    assert trial.scaler.step_and_update() == []
-    assert trial.scaler.get_scale() == 2.0**9
-
-
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_an_update_that_could_not_ride_rides_in_no_later_check(
-    kind: str, launcher: ReferenceLauncher
-) -> None:
-    ours, theirs = trials((kind,))
-    for trial in (ours, theirs):
-        trial.backward(0)
-        trial.scaler.unscale_(trial.optimizers[0])
-    ours.at_once()
-    theirs.apart()
-    for trial in (ours, theirs):
-        trial.backward(1)
-        trial.apart()
-    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
-
-
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_an_earlier_check_of_the_same_optimizer_does_not_count(
-    kind: str, launcher: ReferenceLauncher
-) -> None:
-    ours, theirs = trials((kind,))
-    for trial in (ours, theirs):
-        trial.backward(0, (0,))
-        trial.scaler._check_inf_per_device(trial.optimizers[0])
-        trial.backward(0)
-    ours.at_once()
-    theirs.apart()
-    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
-
-
 def test_an_optimizer_stepped_before_counts_too() -> None:
-    ours, theirs = trials(("sgd", "fused_adam"))
-    for trial in (ours, theirs):
-        trial.backward(0, (0,))
-        trial.scaler.step(trial.optimizers[0])
+    kinds = ("sgd", "fused_adam")
+    ours, theirs = trials(kinds, overflowed)
     ours.scaler.step_and_update(ours.optimizers[1])
     theirs.scaler.step(theirs.optimizers[1])
     theirs.scaler.update()
@@ -293,25 +286,15 @@ def test_an_optimizer_stepped_before_counts_too() -> None:
 
 
 def test_returns_the_value_of_each_step() -> None:
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    stubs = [Stub([torch.ones(1)]) for _ in range(3)]
-    stubs[1].params[0].grad.fill_(math.nan)
+    stubs = [Stub([torch.tensor([value])]) for value in (1.0, math.nan, 1.0)]
     stubs[2].steps = 4
-    assert scaler.step_and_update(*stubs) == [1, None, 5]
+    assert started(GradScaler).step_and_update(*stubs) == [1, None, 5]
 
 
-HOOKS = (
-    "_unscale_grads_",
-    "_maybe_opt_step",
-    "unscale_",
-    "step",
-    "update",
-    "_check_inf_per_device",
-)
+HOOKS = ("_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device")
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [*HOOKS, "unscale_", "step", "update"])
 @pytest.mark.parametrize("kinds", [("sgd",), ("fused_adam",)], ids="+".join)
 def test_overridden_hooks_run_as_often_as_apart(kinds: tuple[str, ...], hook: str) -> None:
     def overriding(base: type, seen: list[str]) -> type:
@@ -338,18 +321,15 @@ def test_overridden_hooks_run_as_often_as_apart(kinds: tuple[str, ...], hook: st
 def test_a_bad_gradient_that_was_mended_after_unscale_still_counts(
     kind: str, own: float | None
 ) -> None:
-    trials = [Trial(GradScaler, (kind,)) for _ in range(2)]
-    for trial in trials:
-        trial.backward(0, (0,))
-        trial.scaler.unscale_(trial.optimizers[0])
+    at_once, apart = (Trial(GradScaler, (kind,)) for _ in range(2))
+    for trial in (at_once, apart):
+        unscaled(trial)
         for param in trial.sides[0].model.parameters():
             param.grad.nan_to_num_(0.0, 0.0, 0.0)
         if own is not None:
             trial.optimizers[0].grad_scale = torch.tensor(own)
-    trials[0].at_once()
-    trials[1].apart()
-    trials[0].same_as(trials[1])
-    assert trials[0].scaler.get_scale() == 2.0**9
+    assert_end_alike(at_once, apart)
+    assert at_once.scaler.get_scale() == 2.0**9
 
 
 def test_every_kind_of_optimizer_was_tried() -> None:

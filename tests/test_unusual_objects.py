@@ -91,7 +91,9 @@ def test_groups(make: Callable[[torch.nn.Parameter], Any]) -> None:
 
 
 class Elsewhere(torch.nn.Parameter):
-    """Stores its gradient elsewhere."""
+    """Parameter that accepts any gradient, unlike autograd, and stores it elsewhere."""
+
+    kept: torch.Tensor
 
     @property
     def grad(self) -> torch.Tensor:
@@ -102,19 +104,16 @@ class Elsewhere(torch.nn.Parameter):
         self.kept = value
 
 
-class Plain(torch.Tensor):
+class Same(torch.Tensor):
     """Subclass without changes."""
 
 
-def _elsewhere() -> Any:
-    p = Elsewhere(torch.ones(3))
-    p.grad = torch.full((3,), 6.0)
-    return p
+def sixes(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((4,), 6.0).to(dtype)
 
 
-def _subclass() -> Any:
-    p = torch.ones(3).as_subclass(Plain).requires_grad_()
-    p.grad = torch.full((3,), 6.0).as_subclass(Plain)
+def with_gradient(p: Any, gradient: torch.Tensor) -> Any:
+    p.grad = gradient
     return p
 
 
@@ -125,28 +124,15 @@ def _not_a_leaf() -> Any:
     return p
 
 
-def _rows() -> Any:
-    p = torch.nn.Parameter(torch.eye(3).to_sparse_csr())
-    p.grad = (torch.eye(3) * 6).to_sparse_csr()
-    return p
-
-
-def _float8() -> Any:
-    p = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
-    p.grad = torch.ones(3).to(torch.float8_e4m3fn)
-    return p
-
-
 def _negated() -> Any:
-    p = torch.nn.Parameter(torch.ones(4))
-    p.grad = torch.complex(torch.ones(4), torch.tensor([1.0, -2.0, 3.0, 0.0])).conj().imag
+    p = parameter_with(torch.complex(torch.ones(4), torch.arange(-2.0, 2)).conj().imag)
     assert p.grad.is_neg()
     return p
 
 
 def _inference() -> Any:
     with torch.inference_mode():
-        gradient = torch.full((3,), 6.0)
+        gradient = sixes()
     return parameter_with(gradient)
 
 
@@ -156,19 +142,26 @@ def _with_a_graph() -> Any:
     return p
 
 
-PARAMETERS = [
-    _elsewhere,
-    _subclass,
-    _not_a_leaf,
-    _rows,
-    _float8,
-    _negated,
-    _inference,
-    _with_a_graph,
-]
+def _rows() -> Any:
+    p = torch.nn.Parameter(torch.eye(3).to_sparse_csr())
+    return with_gradient(p, (torch.eye(3) * 6).to_sparse_csr())
 
 
-@pytest.mark.parametrize("make", PARAMETERS, ids=lambda make: make.__name__)
+PARAMETERS: dict[str, Callable[[], Any]] = {
+    "elsewhere": lambda: with_gradient(Elsewhere(torch.ones(4)), sixes()),
+    "subclass": lambda: with_gradient(
+        sixes().as_subclass(Same).requires_grad_(), sixes().as_subclass(Same)
+    ),
+    "not a leaf": _not_a_leaf,
+    "rows": _rows,
+    "float8": lambda: parameter_with(torch.ones(3).to(torch.float8_e4m3fn)),
+    "negated": _negated,
+    "inference": _inference,
+    "with a graph": _with_a_graph,
+}
+
+
+@pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
 @pytest.mark.parametrize("call", ["unscale_", "_check_inf_per_device"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Using backward")
 def test_parameters(make: Callable[[], Any], call: str) -> None:
@@ -228,9 +221,11 @@ class Uncomparable:
         return 5
 
 
-class UncomparableReader(Uncomparable):
+class Reads:
     _step_supports_amp_scaling = True
 
+
+class UncomparableReader(Uncomparable, Reads):
     def step(self) -> Any:
         return [self.grad_scale, self.found_inf]
 
@@ -243,32 +238,15 @@ class Growing:
         return len(self.param_groups)
 
 
-class PartialStep:
-    _step_supports_amp_scaling = True
-    step = functools.partial(len, [1, 2, 3])
-
-
-class BuiltinStep:
-    _step_supports_amp_scaling = True
-    step = dict
-
-
-class NoCallable:
-    _step_supports_amp_scaling = True
-    step = 3
-
-
-class Keywords:
-    """Accepts any keyword, which does not make it an optimizer of the legacy contract."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, **keywords: Any) -> list[str]:
-        return sorted(keywords)
-
-
-UNUSUAL = [Slots, Uncomparable, UncomparableReader, Growing, PartialStep, BuiltinStep]
-UNUSUAL += [NoCallable, Keywords]
+STEPS = {
+    "partial": functools.partial(len, [1, 2, 3]),
+    "builtin": dict,
+    "no callable": 3,
+    # Any keyword does not make an optimizer of the legacy contract.
+    "keywords": lambda self, **keywords: sorted(keywords),
+}
+UNUSUAL = [Slots, Uncomparable, UncomparableReader, Growing]
+UNUSUAL += [type(name, (Reads,), {"step": step}) for name, step in STEPS.items()]
 
 
 @pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
@@ -298,10 +276,6 @@ def test_an_update_inside_step() -> None:
 FLOATS = (torch.float32, torch.float64)
 
 
-class Same(torch.Tensor):
-    """Subclass without changes."""
-
-
 class Wrapper(torch.Tensor):
     """Wrapper subclass that supports all ops but the scaler's."""
 
@@ -321,27 +295,12 @@ class Wrapper(torch.Tensor):
         return func(*args, **(kwargs or {}))
 
 
-def sixes(dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((4,), 6.0).to(dtype)
-
-
-def masked(dtype: torch.dtype) -> torch.Tensor:
-    return torch.masked.masked_tensor(sixes(dtype), torch.tensor([True, False, True, True]))
-
-
-def fake(dtype: torch.dtype) -> torch.Tensor:
-    return FakeTensorMode().from_tensor(sixes(dtype))
-
-
-def nested(dtype: torch.dtype) -> torch.Tensor:
-    return torch.nested.nested_tensor([sixes(dtype), sixes(dtype)], layout=torch.strided)
-
-
+MASK = torch.tensor([True, False, True, True])
 REFUSED: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
-    "masked": masked,
-    "fake": fake,
+    "masked": lambda dtype: torch.masked.masked_tensor(sixes(dtype), MASK),
+    "fake": lambda dtype: FakeTensorMode().from_tensor(sixes(dtype)),
     "wrapper": lambda dtype: Wrapper(sixes(dtype)),
-    "nested": nested,
+    "nested": lambda dtype: torch.nested.nested_tensor([sixes(dtype)] * 2, layout=torch.strided),
     "expanded": lambda dtype: sixes(dtype)[:1].expand(4),
     "negative": lambda dtype: sixes(dtype)._neg_view(),
     "expanded subclass": lambda dtype: sixes(dtype)[:1].expand(4).as_subclass(Same),
@@ -354,22 +313,10 @@ TAKEN: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
 }
 
 
-class Holder(torch.nn.Parameter):
-    """Parameter that accepts any gradient, unlike autograd."""
-
-    kept: torch.Tensor
-
-    @property
-    def grad(self) -> torch.Tensor:
-        return self.kept
-
-
 def unscaled(scaler_type: Scaler, *gradients: torch.Tensor, **arguments: Any) -> Exception:
     """Error of unscaling the gradients."""
-    parameters = [Holder(torch.ones(4)) for _ in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.kept = gradient
-    optimizer = types.SimpleNamespace(param_groups=[{"params": parameters}])
+    params = [with_gradient(Elsewhere(torch.ones(4)), gradient) for gradient in gradients]
+    optimizer = types.SimpleNamespace(param_groups=[{"params": params}])
     with pytest.raises(Exception) as raised:
         started(scaler_type, 3.0, **arguments).unscale_(optimizer)
     return raised.value
@@ -389,10 +336,11 @@ def test_nothing_is_divided_beside_a_refused_gradient(kind: str, backend: str) -
             assert_same(taken, TAKEN[name](dtypes[1]))
 
 
-def test_what_is_recorded_of_an_optimizer_ends_with_it() -> None:
-    class Bare:
-        pass
+class Bare:
+    pass
 
+
+def test_what_is_recorded_of_an_optimizer_ends_with_it() -> None:
     checks, ids = ByOptimizer[int](), set()
     for number in range(200):
         optimizer = Bare()
@@ -407,9 +355,6 @@ def test_what_is_recorded_of_an_optimizer_ends_with_it() -> None:
 
 
 def test_no_interrupt_keeps_a_record_beyond_its_optimizer() -> None:
-    class Bare:
-        pass
-
     checks, optimizer, entered = ByOptimizer[int](), Bare(), []
     checks.record(optimizer, 1)
     # An interrupt comes where Python code is entered.

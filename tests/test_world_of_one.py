@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.captures import Capturing, Training
-from support.gradients import parameter_with
+from support.gradients import parameter_like, parameter_with
 from support.reference_launcher import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,14 +47,20 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     return sent
 
 
-def started(**arguments: Any) -> GradScaler:
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, **arguments)
+def started(kind: type[GradScaler] = GradScaler, **arguments: Any) -> GradScaler:
+    scaler = kind("cpu", init_scale=8.0, growth_interval=1, **arguments)
     scaler.scale(torch.ones(()))
     return scaler
 
 
-def optimizer_of(kind: str) -> torch.optim.Optimizer:
-    return KINDS[kind]([parameter_with(torch.ones(2))])
+def optimizer_of(kind: str, count: int = 2) -> torch.optim.Optimizer:
+    return KINDS[kind]([parameter_with(torch.ones(count))])
+
+
+def distributed_optimizer(kind: str, values: torch.Tensor) -> torch.optim.Optimizer:
+    """Of a parameter whose gradient is a DTensor."""
+    mesh = init_device_mesh("cpu", (1,))
+    return KINDS[kind]([parameter_like(distribute_tensor(values, mesh, [Shard(0)]))])
 
 
 def test_the_group_is_the_given_one(world: dist.ProcessGroup) -> None:
@@ -86,12 +92,7 @@ def test_ranks_are_checked(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("says", ["good", "bad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_on_another_rank_decides(
-    kind: str,
-    says: str,
-    unscales: bool,
-    together: bool,
-    world: dist.ProcessGroup,
-    heard: list[Any],
+    kind: str, says: str, unscales: bool, together: bool, world: Any, heard: list[Any]
 ) -> None:
     scaler, optimizer = started(process_group=world), optimizer_of(kind)
     heard.append([says])
@@ -141,78 +142,56 @@ def test_an_update_does_not_ride_before_the_ranks_agree(
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
 
 
-def test_an_override_that_unscales_itself_is_agreed_on(
-    world: dist.ProcessGroup, heard: list[Any]
-) -> None:
-    class Own(GradScaler):
-        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: bool) -> Any:
-            return {found_inf.device: found_inf}
-
-    scaler, optimizer = Own("cpu", init_scale=8.0, process_group=world), optimizer_of("plain")
-    scaler.scale(torch.ones(()))
-    heard.append(["bad"])
-    scaler.unscale_(optimizer)
-    assert heard[1:] == [[0.0]]
-    scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer)
+class Own(GradScaler):
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: bool) -> Any:
+        return {found_inf.device: found_inf}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("make", "kind", "sends"),
+    [(Own, "plain", 0.0), *((GradScaler, kind, -1.0) for kind in KINDS)],
+)
 def test_a_rank_without_gradients_takes_the_others_flag(
-    kind: str, world: dist.ProcessGroup, heard: list[Any]
+    make: type[GradScaler], kind: str, sends: float, world: Any, heard: list[Any]
 ) -> None:
-    scaler, optimizer = started(process_group=world), optimizer_of(kind)
-    optimizer.zero_grad()
+    """Or with an override that unscales them itself."""
+    scaler, optimizer = started(make, process_group=world), optimizer_of(kind)
+    if make is GradScaler:
+        optimizer.zero_grad()
     heard.append(["bad"])
     scaler.unscale_(optimizer)
-    assert heard[1:] == [[-1.0]]
+    assert heard[1:] == [[sends]]
     scaler.step(optimizer)
     scaler.update()
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
 
 
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_group_nothing_is_sent(
-    kind: str, world: dist.ProcessGroup, heard: list[Any]
+def test_without_a_group_distributed_gradients_alone_are_agreed_on(
+    kind: str, heard: list[Any]
 ) -> None:
-    scaler, optimizer = started(), optimizer_of(kind)
-    scaler.step_and_update(optimizer)
+    scaler = started()
+    scaler.step_and_update(optimizer_of(kind))
     assert heard == [] and scaler.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("says", ["good", "bad"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_distributed_gradients_are_agreed_on(
-    kind: str, says: str, world: dist.ProcessGroup, heard: list[Any]
-) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (1,))
-    param = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
-    param.grad = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-    scaler, optimizer = started(), KINDS[kind]([param])
-    heard.append([says])
-    scaler.step_and_update(optimizer)
-    assert heard[1:] == [[0.0]]
-    assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
+    for says, scale in (("good", 16.0), ("bad", 4.0)):
+        scaler = started()
+        heard[:] = [[says]]
+        scaler.step_and_update(distributed_optimizer(kind, torch.ones(2)))
+        assert heard[1:] == [[0.0]]
+        assert scaler.get_scale() == scale
 
 
 @pytest.mark.usefixtures("world")
 def test_health_is_that_of_local_shards() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    param = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
     values = torch.tensor([[2.0**-20, 1e6, 0.0]]).expand(4, 3).contiguous()
-    param.grad = distribute_tensor(values, mesh, [Shard(0)])
-    [row] = started().health(KINDS["plain"]([param])).parameters
+    [row] = started().health(distributed_optimizer("plain", values)).parameters
     assert (row.elements, row.zeros, row.subnormal, row.overflowing) == (12, 4, 4, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_agrees_with_itself_without_a_collective(
-    kind: str, world: dist.ProcessGroup
-) -> None:
-    scaler, optimizer = started(process_group=world), KINDS[kind]([parameter_with(torch.ones(4))])
+def test_one_rank_agrees_with_itself_without_a_collective(kind: str, world: Any) -> None:
+    scaler, optimizer = started(process_group=world), optimizer_of(kind, 4)
     with torch.profiler.profile() as profile:
         assert scaler.grad_norm(optimizer).item() == 2.0 / 8
         scaler.step_and_update(optimizer)
@@ -220,25 +199,22 @@ def test_one_rank_agrees_with_itself_without_a_collective(
     assert scaler.get_scale() == 16.0
 
 
-def test_disabled_scalers_agree_in_a_world(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_scalers_agree_in_a_world(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     reduce = distributed.Group.all_reduce_
-    monkeypatch.setattr(
-        distributed.Group, "all_reduce_", lambda *given: (sent.append(given), reduce(*given))
-    )
+    spied = lambda *given: (sent.append(given), reduce(*given))  # noqa: E731
+    monkeypatch.setattr(distributed.Group, "all_reduce_", spied)
     for group, times in ((None, 0), (world, 1)):
         sent.clear()
         scaler = GradScaler("cpu", enabled=False, process_group=group)
-        assert scaler.grad_norm(KINDS["plain"]([parameter_with(torch.ones(4))])).item() == 2.0
+        assert scaler.grad_norm(optimizer_of("plain", 4)).item() == 2.0
         assert len(sent) == times
 
 
 def test_a_disabled_scaler_measures_alone_without_a_world() -> None:
     scaler = GradScaler("cpu", enabled=False)
     scaler._is_for_all = True
-    assert scaler.grad_norm(KINDS["plain"]([parameter_with(torch.ones(4))])).item() == 2.0
+    assert scaler.grad_norm(optimizer_of("plain", 4)).item() == 2.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,7 +256,7 @@ def test_an_interrupt_anywhere_loses_no_agreement(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["fully_shard", "by hand"])
 def test_a_tracked_model_of_dtensors_can_be_converted(
-    world: dist.ProcessGroup, kind: str, dtype: torch.dtype, is_left: bool
+    world: Any, kind: str, dtype: torch.dtype, is_left: bool
 ) -> None:
     """torch swaps DTensors for others, which it refuses if something refers to them weakly."""
     mesh = init_device_mesh("cpu", (1,))

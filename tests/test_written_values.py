@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.frames import Loop
-from support.gradients import parameter_with, plant, sgd_with
+from support.gradients import parameter_with, sgd_with
 from support.optimizers import FUSED, OPTIMIZERS, Reader
 from support.outcomes import agree, outcome
 from support.scalers import Scaler, started
@@ -30,28 +30,28 @@ def test_gradients_are_written_in_place(name: str) -> None:
         before = [(p.grad, p.grad.data_ptr()) for p in one.model.parameters()]
         one.scaler.unscale_(one.optimizer)
         after = [p.grad for p in one.model.parameters()]
-        return [
-            [a is b and a.data_ptr() == at for (b, at), a in zip(before, after, strict=True)],
-            [g._version for g in after],
-            after,
-        ]
+        assert all(a is b and a.data_ptr() == at for (b, at), a in zip(before, after, strict=True))
+        return [[g._version for g in after], after]
 
-    assert all(agree(use).value[0])
+    assert agree(use).error is None
 
 
 def test_version_counters_move_as_torchs_do() -> None:
     def use(scaler_type: Scaler) -> Any:
         scaler, gradient = started(scaler_type), torch.ones(3)
         optimizer, seen = sgd_with(gradient), []
-        for call in (scaler.unscale_, scaler.step, lambda _: scaler.update()):
-            call(optimizer)
-            seen.append(
-                [gradient._version, scaler._scale._version, scaler._growth_tracker._version]
-            )
-        scaler.update(4.0)
-        scaler.update(torch.tensor(2.0))
-        scaler.load_state_dict(scaler.state_dict())
-        return [*seen, scaler._scale._version, scaler._growth_tracker._version]
+        for call in (
+            lambda: scaler.unscale_(optimizer),
+            lambda: scaler.step(optimizer),
+            scaler.update,
+            lambda: scaler.update(4.0),
+            lambda: scaler.update(torch.tensor(2.0)),
+            lambda: scaler.load_state_dict(scaler.state_dict()),
+        ):
+            call()
+            tensors = (gradient, scaler._scale, scaler._growth_tracker)
+            seen.append([tensor._version for tensor in tensors])
+        return seen
 
     agree(use)
 
@@ -101,34 +101,26 @@ def test_a_flag_handed_out_is_never_written_again() -> None:
 # Updates
 
 
+@pytest.mark.parametrize("flag", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "value"),
     [
-        ("_growth_factor", None),
-        ("_growth_factor", "2"),
-        ("_growth_factor", 3),
-        ("_growth_factor", torch.tensor(3.0)),
+        *(("_growth_factor", value) for value in (None, "2", 3, torch.tensor(3.0))),
         ("_backoff_factor", float("inf")),
-        ("_growth_interval", 2.0),
-        ("_growth_interval", None),
-        ("_growth_interval", True),
-        ("_growth_interval", 2**40),
+        *(("_growth_interval", value) for value in (2.0, None, True, 2**40)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("flag", [0.0, 1.0])
-def test_update_with_odd_settings(setting: tuple[str, Any], flag: float) -> None:
+def test_update_with_odd_settings(name: str, value: Any, flag: float) -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.tensor([flag]))
-        plant(optimizer.param_groups[0]["params"][0].grad, "first", float("inf") if flag else 1.0)
-        setattr(scaler, *setting)
+        gradient = torch.tensor([float("inf") if flag else 1.0])
+        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(gradient)
+        setattr(scaler, name, value)
         scaler.step(optimizer)
-        try:
-            scaler.update()
-        except (TypeError, RuntimeError, ValueError) as error:
-            # The text is the dispatcher's, which lists the arguments of the op.
-            return [type(error).__name__, scaler._scale, scaler._growth_tracker]
-        return [scaler._scale, scaler._growth_tracker]
+        error = outcome(scaler.update).error
+        # The text is the dispatcher's, which lists the arguments of the op.
+        assert error is None or isinstance(error, (TypeError, RuntimeError, ValueError))
+        return [type(error).__name__, scaler._scale, scaler._growth_tracker]
 
     agree(use)
 
@@ -139,12 +131,9 @@ def test_scale_rebound_to_other_tensors(shape: tuple[int, ...], dtype: torch.dty
     def use(scaler_type: Scaler) -> Any:
         scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.ones(2))
         scaler._scale = torch.full(shape, 3.0, dtype=dtype)
-        seen: list[Any] = []
-        for call in (lambda: scaler.step(optimizer), scaler.update):
-            try:
-                call()
-            except (RuntimeError, TypeError) as error:
-                seen.append(type(error).__name__)
+        errors = [outcome(lambda: scaler.step(optimizer)).error, outcome(scaler.update).error]
+        assert all(isinstance(error, (RuntimeError, TypeError)) for error in errors if error)
+        seen = [type(error).__name__ for error in errors]
         return [*seen, scaler._scale, optimizer.param_groups[0]["params"][0].detach()]
 
     agree(use)
@@ -163,29 +152,19 @@ class Legacy(torch.optim.SGD):
         return [list(flags.values()), grad_scaler._get_scale_async(), grad_scaler.get_scale()]
 
 
+def legacy() -> Any:
+    return Legacy([parameter_with(torch.ones(2))], lr=0.1)
+
+
 def test_legacy_optimizers_get_the_scaler_and_a_warning_at_the_users_line() -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer = started(scaler_type), Legacy([parameter_with(torch.ones(2))], lr=0.1)
+        scaler, optimizer = started(scaler_type), legacy()
         seen = scaler.step(optimizer)
         scaler.update()
         return [seen, scaler.state_dict(), hasattr(optimizer, "grad_scale")]
 
-    result = agree(use)
-    [(category, _, filename, _)] = result.warned
+    [(category, _, filename, _)] = agree(use).warned
     assert category is FutureWarning and filename == __file__
-
-
-class Unhashable:
-    """Callable that wraps a step, equals every other one, and has the attribute of a method."""
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self.step, self.__func__ = step, getattr(step, "__func__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable)
 
 
 class Slotted:
@@ -198,6 +177,19 @@ class Slotted:
 
     def __call__(self, *, grad_scaler: Any = None) -> Any:
         return self.step(grad_scaler=grad_scaler)
+
+
+class Unhashable(Slotted):
+    """Callable that equals every other one, and has the attribute of a method."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step, self.__func__ = step, getattr(step, "__func__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -236,7 +228,7 @@ def test_legacy_optimizers_whose_step_is_wrapped(kind: str) -> None:
     wrap = STEPS.get(kind, lambda optimizer: Slotted(optimizer.step))
 
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer = started(scaler_type), Legacy([parameter_with(torch.ones(2))], lr=0.1)
+        scaler, optimizer = started(scaler_type), legacy()
         seen = []
         for _ in range(3):
             seen.append(outcome(lambda: scaler.step(optimizer)).comparable())
@@ -249,27 +241,17 @@ def test_legacy_optimizers_whose_step_is_wrapped(kind: str) -> None:
 
 @pytest.mark.parametrize("weak", [True, False])
 def test_a_step_at_the_address_of_another_has_a_signature_of_its_own(weak: bool) -> None:
-    class Taking:
-        if not weak:
-            __slots__ = ()
+    def kind(call: Callable[..., None]) -> type:
+        return type("Step", (), {"__call__": call, **({} if weak else {"__slots__": ()})})
 
-        def __call__(self, grad_scaler: Any = None) -> None:
-            """Takes the scaler."""
-
-    class Without(Taking):
-        if not weak:
-            __slots__ = ()
-
-        def __call__(self) -> None:  # type: ignore[override]
-            """Takes nothing."""
-
+    kinds = kind(lambda self, grad_scaler=None: None), kind(lambda self: None)
     known = len(optimizers._signatures)
     addresses = set()
     for number in range(20):
-        step = (Without if number % 2 else Taking)()
+        step = kinds[number % 2]()
         addresses.add(id(step))
-        assert takes_grad_scaler(step) is not bool(number % 2)
-        assert takes_grad_scaler(step) is not bool(number % 2)
+        for _ in range(2):
+            assert takes_grad_scaler(step) is not bool(number % 2)
         del step
     assert len(addresses) < 20, "each had an address of its own"
     assert len(optimizers._signatures) == known
@@ -286,7 +268,7 @@ class Overriding(GradScaler):
 @pytest.mark.parametrize("scaler_type", [GradScaler, Overriding])
 def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int) -> None:
     scaler = started(scaler_type)
-    optimizers = [Legacy([parameter_with(torch.ones(2))], lr=0.1) for _ in range(count)]
+    optimizers = [legacy() for _ in range(count)]
     result = outcome(lambda: scaler.step_and_update(*optimizers))
     assert result.error is None
     assert [(w[0], w[2]) for w in result.warned] == [(FutureWarning, __file__)] * count
@@ -295,27 +277,23 @@ def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int
 # Gradients that share memory
 
 
-CPU = torch.device("cpu")
-
-
 def test_flags_of_several_optimizers_are_summed() -> None:
     """As torch does, which only shows where a flag is neither 0 nor 1."""
-    scales = []
-    for kind in (torch.amp.GradScaler, GradScaler):
-        scaler = kind("cpu", init_scale=4.0, growth_interval=1)
-        scaler.scale(torch.ones(()))
+
+    def use(scaler_type: Scaler) -> Any:
+        scaler = started(scaler_type, 4.0, growth_interval=1)
         for key, flag in enumerate((1.0, -1.0)):
-            scaler._per_optimizer_states[key] = {"found_inf_per_device": {CPU: torch.tensor(flag)}}
+            flags = {torch.device("cpu"): torch.tensor(flag)}
+            scaler._per_optimizer_states[key] = {"found_inf_per_device": flags}
         scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales == [8.0, 8.0]
+        return scaler.get_scale()
+
+    assert agree(use).value == 8.0
 
 
 def scaled_alone(count: int = 1000) -> tuple[GradScaler, Any, torch.nn.Parameter]:
-    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(count))
-    scaler.scale(torch.ones(()))
-    param.grad = torch.full((count,), 8.0)
-    return scaler, torch.optim.SGD([param], lr=0.1), param
+    param = parameter_with(torch.full((count,), 8.0))
+    return started(GradScaler, 4.0), torch.optim.SGD([param], lr=0.1), param
 
 
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_"])
@@ -343,18 +321,16 @@ def test_a_step_that_clears_its_entry(kind: str) -> None:
     assert loop.scaler.step(loop.optimizer) is None
 
 
+class Paused(GradScaler):
+    paused = False
+    _enabled = property(
+        lambda self: vars(self).get("_enabled", False) and not self.paused,
+        lambda self, value: vars(self).update(_enabled=value),
+    )
+
+
 def test_a_property_of_a_subclass_counts() -> None:
-    class Paused(GradScaler):
-        @property
-        def _enabled(self) -> bool:  # type: ignore[override]
-            return self.__dict__.get("_enabled", False) and not self.__dict__.get("paused")
-
-        @_enabled.setter
-        def _enabled(self, value: bool) -> None:
-            self.__dict__["_enabled"] = value
-
-    scaler, (_, optimizer, param) = Paused("cpu", init_scale=4.0), scaled_alone()
-    scaler.scale(torch.ones(()))
+    scaler, (_, optimizer, param) = started(Paused, 4.0), scaled_alone()
     scaler.paused = True  # type: ignore[attr-defined]
     scaler.step(optimizer)
     assert param.grad is not None and param.grad.eq(8).all()
@@ -370,43 +346,35 @@ def test_a_scale_that_is_written_in_place_counts(dtype: torch.dtype) -> None:
         scaler.unscale_(optimizer)
         assert param.grad.eq(8 / scale).all()
         scaler._per_optimizer_states.clear()
+    scaler.unscale_(optimizer)
+    scaler.update(16.0)
+    assert scaler._scale.item() == 16.0, "in place of one of another dtype"
+
+
+class Several:
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+class Each(GradScaler):
+    def _unscale_grads_(self, optimizer: Any, *given: Any) -> Any:
+        found = {}
+        for each in optimizer.optimizers:
+            found |= super()._unscale_grads_(each, *given)
+        return found
 
 
 def test_a_hook_takes_an_optimizer_without_groups() -> None:
-    class Several:
-        def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-            self.optimizers = optimizers
-
-        def step(self) -> None:
-            for each in self.optimizers:
-                each.step()
-
-    class Each(GradScaler):
-        def _unscale_grads_(self, optimizer: Any, *given: Any) -> Any:
-            found = {}
-            for each in optimizer.optimizers:
-                found |= super()._unscale_grads_(each, *given)
-            return found
-
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    scaler, several = (
-        Each("cpu", init_scale=4.0),
-        Several(*(torch.optim.SGD([p], 1.0) for p in params)),
-    )
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.full((3,), 4.0)
-    scaler.step(several)  # type: ignore[arg-type]
+    params = [parameter_with(torch.full((3,), 4.0), fill=0.0) for _ in range(2)]
+    several: Any = Several(*(torch.optim.SGD([p], 1.0) for p in params))
+    scaler = started(Each, 4.0)
+    scaler.step(several)
     scaler.update()
     assert all(param.eq(-1).all() for param in params)
-
-
-def test_a_new_scale_in_place_of_one_of_another_dtype() -> None:
-    scaler, optimizer, _ = scaled_alone()
-    scaler._scale = torch.tensor(4.0, dtype=torch.float64)
-    scaler.unscale_(optimizer)
-    scaler.update(16.0)
-    assert scaler._scale.item() == 16.0
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
@@ -417,11 +385,9 @@ def test_an_optimizer_gets_a_copy_of_any_scale(
 ) -> None:
     if kernels == "launcher":
         request.getfixturevalue("launcher")
-    scaler, (_, _, param) = GradScaler("cpu"), scaled_alone(3)
-    scaler.scale(torch.ones(()))
+    scaler, _, param = scaled_alone(3)
     scaler._scale = torch.tensor(4.0, dtype=dtype)
-    other = torch.nn.Parameter(torch.ones(3))
-    other.grad = torch.ones(3).to_sparse() if is_sparse else torch.ones(3)
+    other = parameter_with(torch.ones(3).to_sparse() if is_sparse else torch.ones(3))
     flag, divisor = scaler.step(Reader([param, other], lr=0.1))  # type: ignore[misc]
     assert (flag, divisor.item(), divisor.dtype) == (0.0, 4.0, dtype)
     assert divisor.data_ptr() != scaler._scale.data_ptr()

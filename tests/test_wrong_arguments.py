@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import parameter_with
 from support.reference_launcher import ReferenceLauncher
 from torch import Tensor
 
@@ -35,9 +36,7 @@ def pairs() -> Any:
 
 
 def optimizer() -> Any:
-    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones(4)
+    params = [parameter_with(torch.ones(4)) for _ in range(2)]
     return SimpleNamespace(param_groups=[{"params": params}])
 
 
@@ -100,35 +99,34 @@ def set_chunks(*given: Any) -> None:
 
 SCALE = torch.ones(())
 READS = {"write": False, "sums": None}
+
+
+def by_a_clip() -> Arguments:
+    return grad_list(0), work(clip=clip(), sums=None, marks=None, now=None)
+
+
+def for_pass(*first: Any) -> Arguments:
+    return *first, optimizer(), {}, "unscaled", work(), True, SCALE
+
+
+def for_clip(*first: Any) -> Arguments:
+    return *first, optimizer(), {}, 1, work(**READS), True, SCALE, clip_to(1.0, False, 5.0)
+
+
 # Functions, and what they take.
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "run": (_C.run, lambda: (grad_list(0, 1), work())),
-    "run by a clip": (
-        _C.run,
-        lambda: (grad_list(0), work(clip=clip(), sums=None, marks=None, now=None)),
-    ),
+    "run by a clip": (_C.run, by_a_clip),
     "require_pass": (_C.require_pass, lambda: (grad_list(0, 1), work())),
     "narrow": (_C.narrow, lambda: (pairs(), torch.zeros(()))),
     "clip": (_C.clip, lambda: (clip(),)),
-    "pass_over": (_C.pass_over, lambda: (optimizer(), {}, "unscaled", work(), True, SCALE)),
-    "clip_over": (
-        _C.clip_over,
-        lambda: (optimizer(), {}, 1, work(**READS), True, SCALE, clip_to(1.0, False, 5.0)),
-    ),
+    "pass_over": (_C.pass_over, for_pass),
+    "clip_over": (_C.clip_over, for_clip),
     "run_on": (_C.run_on, lambda: (ReferenceLauncher(), grad_list(0, 1), work())),
     "clip_on": (_C.clip_on, lambda: (ReferenceLauncher(), clip())),
     "update_on": (_C.update_on, lambda: (ReferenceLauncher(), update())),
-    "pass_over_on": (
-        _C.pass_over_on,
-        lambda: (ReferenceLauncher(), optimizer(), {}, "unscaled", work(), True, SCALE),
-    ),
-    "clip_over_on": (
-        _C.clip_over_on,
-        lambda: (
-            *(ReferenceLauncher(), optimizer(), {}, 1, work(**READS), True, SCALE),
-            clip_to(1.0, False, 5.0),
-        ),
-    ),
+    "pass_over_on": (_C.pass_over_on, lambda: for_pass(ReferenceLauncher())),
+    "clip_over_on": (_C.clip_over_on, lambda: for_clip(ReferenceLauncher())),
     "share_memory": (_C.share_memory, lambda: ([optimizer().param_groups[0]["params"]],)),
     "is_found": (_C.is_found, lambda: ({CPU: torch.zeros(())},)),
     "can_update": (_C.can_update, lambda: (update(),)),
@@ -166,23 +164,14 @@ class Changing:
 
 
 def wrong_arguments() -> dict[str, Callable[[], Any]]:
+    plain = (None, -1, 3, 2**62, 2**70, "x", (), ((),), (3,), ((3,),), len)
     made: dict[str, Callable[[], Any]] = {
-        "None": lambda: None,
-        "-1": lambda: -1,
-        "3": lambda: 3,
-        "2**62": lambda: 2**62,
-        "2**70": lambda: 2**70,
-        "text": lambda: "x",
-        "()": lambda: (),
-        "((),)": lambda: ((),),
-        "(3,)": lambda: (3,),
-        "((3,),)": lambda: ((3,),),
+        **{repr(value): lambda value=value: value for value in plain},  # type: ignore[misc]
         "(Tensor,)": lambda: (torch.zeros(4),),
         "[]": list,
         "[None]": lambda: [None],
         "{}": dict,
         "groups": lambda: [{"params": [torch.zeros(4).to_sparse(), None]}],
-        "a function": lambda: len,
         "changing": Changing,
         "GradList": lambda: grad_list(0),
         "far": lambda: grad_list(2**40),
@@ -257,44 +246,36 @@ def crash(name: str) -> list[str]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="crashes are seen in forked children")
 def test_no_call_crashes() -> None:
     root = Path(__file__).parents[1]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
-    }
+    path = f"{root}{os.pathsep}{root / 'tests'}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"how": 9}, "no factor of kind 9"),
-        ({"now": None}, "needs the number of steps"),
-        ({"marks": torch.zeros(2)}, "marks must be a contiguous tensor"),
-        ({"sums": shrunk(2, dtype=torch.float64)}, "the memory of sums was freed or resized"),
-    ],
-    ids=["how", "no steps", "marks", "shrunk"],
-)
-def test_a_pass_that_is_wrong_writes_nothing(change: dict[str, Any], message: str) -> None:
-    given = optimizer()
-    entry: dict[str, Any] = {}
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
-        wrong = work(factor=torch.tensor(4.0))._replace(**change)
-        _C.pass_over(given, entry, "unscaled", wrong, True, SCALE)
-    assert entry == {}
-    assert all(param.grad.eq(1).all() for param in given.param_groups[0]["params"])
+WRITES_NOTHING = [
+    ({"how": 9}, "no factor of kind 9"),
+    ({"now": None}, "needs the number of steps"),
+    ({"marks": torch.zeros(2)}, "marks must be a contiguous tensor"),
+    ({"sums": shrunk(2, dtype=torch.float64)}, "the memory of sums was freed or resized"),
+    (("x", 5.0), ""),
+    ((1.0, "x"), ""),
+]
 
 
-@pytest.mark.parametrize("numbers", [("x", 5.0), (1.0, "x")])
-def test_a_clip_by_no_number_writes_nothing(numbers: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize(("wrong", "message"), WRITES_NOTHING)
+def test_a_pass_or_clip_that_is_wrong_writes_nothing(wrong: Any, message: str) -> None:
     given = optimizer()
     entry: dict[str, Any] = {}
-    limit, highest = numbers
-    with pytest.raises(TypeError):
-        wrong = clip_to(limit, False, highest)
-        _C.clip_over(given, entry, 1, work(**READS), True, SCALE, wrong)
+    if isinstance(wrong, tuple):
+        limit, highest = wrong
+        with pytest.raises(TypeError):
+            limits = clip_to(limit, False, highest)
+            _C.clip_over(given, entry, 1, work(**READS), True, SCALE, limits)
+    else:
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+            made = work(factor=torch.tensor(4.0))._replace(**wrong)
+            _C.pass_over(given, entry, "unscaled", made, True, SCALE)
     assert entry == {}
     assert all(param.grad.eq(1).all() for param in given.param_groups[0]["params"])
 
