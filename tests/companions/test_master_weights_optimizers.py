@@ -6,6 +6,7 @@ import copy
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -62,51 +63,49 @@ def assert_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand) -> No
     assert_same(state, [hand.optimizer.state.get(w, {}) for w in hand.weights], "state")
 
 
-def assert_step_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand, seed: int) -> None:
-    grads = gradients(params, seed)
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    optimizer.step()
-    hand.step([*grads])
-    assert_equal(optimizer, params, hand)
-
-
-def assert_steps_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand) -> None:
-    for seed in range(3):
-        assert_step_equal(optimizer, params, hand, seed)
+def assert_steps_equal(optimizer: Any, params: list[Any], hand: ByHand, *seeds: int) -> None:
+    for seed in seeds or range(3):
+        grads = gradients(params, seed)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        hand.step([*grads])
+        assert_equal(optimizer, params, hand)
 
 
 class Dropping(torch.optim.SGD):
-    way = "none"
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        if self.way == "zero_grad":
-            self.zero_grad()
-            return loss
+        self.drop()
+        return loss
+
+    def drop(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
-        return loss
 
 
 class Zeroing(Dropping):
-    way = "zero_grad"
+    def drop(self) -> None:
+        self.zero_grad()
 
 
 @pytest.mark.parametrize("usual", [True, False])
 @pytest.mark.parametrize("param", [nn.Parameter, Subclassed])
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("kind", [Dropping, Zeroing])
+@pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_that_a_step_drops(
-    kind: Any, backend: str, param: Any, usual: bool, monkeypatch: pytest.MonkeyPatch
+    scaled: bool, kind: Any, backend: str, param: Any, usual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their parameters are written, and theirs are dropped, too, as by the optimizer alone."""
     monkeypatch.setenv("AMPFAST_BACKEND", backend)
-    params = parameters(param)
-    optimizer = ampfast.master_weights_(kind(params, lr=0.01, momentum=0.9))
-    hand = ByHand(parameters(), lambda weights: kind(weights, lr=0.01, momentum=0.9))
+    dtype = torch.float16 if scaled else torch.bfloat16
+    make = partial(kind, lr=0.01, momentum=0.9)
+    params, hand = parameters(param, dtype), ByHand(parameters(dtype=dtype), make)
+    optimizer = ampfast.master_weights_(make(params))
+    scaler = ampfast.GradScaler("cpu", init_scale=4.0, enabled=scaled)
     if not usual:
         optimizer.param_groups[0] = Group(optimizer.param_groups[0])
     for seed in range(4):
@@ -115,31 +114,12 @@ def test_gradients_that_a_step_drops(
             grads[1] = None
         for each, grad in zip(params, grads, strict=True):
             if grad is not None:
-                (each * grad).sum().backward()  # adds to a gradient that was left
-        optimizer.step()
+                scaler.scale((each * grad).sum()).backward()  # adds to a gradient that was left
+        scaler.step(optimizer)
+        scaler.update()
         hand.step(grads)
         assert_equal(optimizer, params, hand)
         assert [each.grad for each in params] == [None] * 3
-
-
-@pytest.mark.parametrize("kind", [Dropping, Zeroing])
-def test_gradients_that_a_step_under_a_scaler_drops(kind: Any) -> None:
-    params = parameters(dtype=torch.float16)
-    optimizer = ampfast.master_weights_(kind(params, lr=0.01, momentum=0.9))
-    hand = ByHand(
-        parameters(dtype=torch.float16), lambda weights: kind(weights, lr=0.01, momentum=0.9)
-    )
-    scaler = ampfast.GradScaler("cpu", init_scale=4.0)
-    for seed in range(4):
-        grads = gradients(params, seed)
-        scaler.scale(torch.ones(()))
-        for param, grad in zip(params, grads, strict=True):
-            assert param.grad is None
-            param.grad = grad * 4
-        scaler.step(optimizer)
-        scaler.update()
-        hand.step([*grads])
-        assert_equal(optimizer, params, hand)
 
 
 class Adding(torch.optim.SGD):
@@ -252,13 +232,8 @@ def test_an_optimizer_that_steps_a_list_of_its_own_is_refused(
     optimizer.step()
     masters = [optimizer.master_weights[p] for p in params]
     assert [each.tolist() for each in masters] == before, "parameters win"
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, Subclassed])
-def test_an_only_parameter_that_a_step_changes_itself_is_refused(kind: Any) -> None:
-    param = parameters(kind)[0]
-    optimizer: Any = ampfast.master_weights_(OwnList([param], lr=0.1))
-    param.grad = torch.ones_like(param)
+    optimizer = ampfast.master_weights_(OwnList(params[:1], lr=0.1))  # of one parameter alone
+    params[0].grad = torch.ones_like(params[0])
     with pytest.raises(RuntimeError, match="step changed parameter 0 while a master weight"):
         optimizer.step()
 
@@ -272,8 +247,8 @@ def test_parameters_that_share_a_version_are_no_edits() -> None:
     with torch.no_grad():
         params[2].mul_(1)
     assert params[0]._version == params[2]._version != 0
-    optimizer = ampfast.master_weights_(torch.optim.SGD(params, lr=0.01))
-    hand = ByHand(parameters(), lambda weights: torch.optim.SGD(weights, lr=0.01))
+    make = partial(torch.optim.SGD, lr=0.01)
+    optimizer, hand = ampfast.master_weights_(make(params)), ByHand(parameters(), make)
     assert_steps_equal(optimizer, params, hand)
 
 
@@ -326,7 +301,7 @@ class Parametric(Generic[State], torch.optim.SGD):
 
 OF_OTHER_BASES: dict[str, Callable[[list[Any]], Any]] = {
     "abstract": Concrete,
-    "generic": lambda params: Parametric(params, lr=0.01, momentum=0.9),
+    "generic": partial(Parametric, lr=0.01, momentum=0.9),
 }
 
 
@@ -355,7 +330,7 @@ def test_classes_whose_first_base_is_no_optimizer(name: str) -> None:
             params, optimizer = pickle.loads(pickle.dumps((params, optimizer)))
         optimizer.zero_grad(set_to_none=False)
         assert all(p.grad is None or p.grad.dtype is torch.bfloat16 for p in params)
-        assert_step_equal(optimizer, params, hand, seed)
+        assert_steps_equal(optimizer, params, hand, seed)
     assert calls == ["step"] * 2
     if name == "abstract":
         assert (optimizer.loaded, optimizer.zeroed) == (1, 2), "its own methods run, too"
@@ -433,35 +408,27 @@ def test_named_checkpoints(flat: bool, momentum: float) -> None:
     assert_same(resumed.state_dict(), model.state_dict())
 
 
-def test_a_named_checkpoint_of_frozen_parameters_has_no_master_weights() -> None:
+def test_named_checkpoints_without_master_weights() -> None:
     api = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    model = small_model().requires_grad_(False)
-    optimizer = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.01))
-    saved = api.get_optimizer_state_dict(model, optimizer)
-    api.set_optimizer_state_dict(model, optimizer, saved)
-    assert len(optimizer.master_weights) == 0
-
-
-def test_a_named_checkpoint_of_float32_parameters_has_no_master_weights() -> None:
-    api = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    options = api.StateDictOptions(flatten_optimizer_state_dict=True)
-    model = small_model().float()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = ampfast.master_weights_(sgd)
-    trained(model, optimizer, range(1))
-    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optimizer, options=options))
-    trained(model, optimizer, range(1, 2))
-    api.set_optimizer_state_dict(model, optimizer, saved, options=options)
-    assert_same(api.get_optimizer_state_dict(model, optimizer, options=options), saved)
+    frozen, wide = small_model().requires_grad_(False), small_model().float()
+    for model, flat in ((frozen, False), (wide, True)):
+        options = api.StateDictOptions(flatten_optimizer_state_dict=flat)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = ampfast.master_weights_(sgd)
+        if model is wide:
+            trained(model, optimizer, range(1))
+        saved = copy.deepcopy(api.get_optimizer_state_dict(model, optimizer, options=options))
+        if model is wide:
+            trained(model, optimizer, range(1, 2))
+        api.set_optimizer_state_dict(model, optimizer, saved, options=options)
+        assert_same(api.get_optimizer_state_dict(model, optimizer, options=options), saved)
+        assert len(optimizer.master_weights) == 0
 
 
 @pytest.mark.parametrize("scale", [3000.0, 4096.0])
 def test_a_fused_step_multiplies_with_the_inverse_of_the_scale(scale: float) -> None:
     """As torch's `unscale_` does; its own fused kernels divide, which a power of two hides."""
-
-    def make(params: list[Any]) -> Any:
-        return torch.optim.AdamW(params, lr=0.01, fused=True)
-
+    make = partial(torch.optim.AdamW, lr=0.01, fused=True)
     params = parameters(dtype=torch.float16)
     optimizer = ampfast.master_weights_(make(params))
     hand = ByHand(parameters(dtype=torch.float16), make)
@@ -479,9 +446,7 @@ def test_a_fused_step_multiplies_with_the_inverse_of_the_scale(scale: float) -> 
 
 
 def test_state_that_a_constructor_made_is_refilled_in_float32() -> None:
-    def make(params: list[Any]) -> Any:
-        return torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1)
-
+    make = partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1)
     params = parameters()
     optimizer = ampfast.master_weights_(make(params))
     for entry in optimizer.state.values():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -21,16 +22,10 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, capture, clipping, spikes
+from ampfast import Sigmas, capture, spikes
 from ampfast.backends import core, cpu, scalars, torch_ops
 
 WINDOW = 4
-
-
-def clipped_by(clip: Callable[..., None], norm: float, flag: Tensor, *rule: Any) -> None:
-    one = torch.zeros((), dtype=torch.float64)
-    rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
-    clip(core.Clip(rows, 1.0, True, torch.zeros(()), one, None, None, flag, *rule))
 
 
 LIMITS = [1.2, 0.0, Sigmas(2.0, 4), Sigmas(0.0, 2), Sigmas(6.0, 128), Sigmas(3.0, 5, patience=1)]
@@ -42,7 +37,9 @@ def number_of(limit: float | Sigmas) -> float:
 
 
 def clip_on_cpu(norm: float, flag: Tensor, *rule: Any) -> None:
-    clipped_by(cpu.clip, norm, flag, *rule)
+    one = torch.zeros((), dtype=torch.float64)
+    rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
+    cpu.clip(core.Clip(rows, 1.0, True, torch.zeros(()), one, None, None, flag, *rule))
 
 
 def clip_by_torch(norm: float, flag: Tensor, *rule: Any) -> None:
@@ -69,60 +66,85 @@ def test_kernels_follow_the_rule(limit: float | Sigmas, clip: Callable[..., None
 # Scaler
 
 
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.1)
+def adam(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1, **options)
 
 
-def fused_adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.1, fused=True)
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+MAKES: dict[str, Any] = {
+    "adam": adam,
+    "fused_adam": lambda params: adam(params, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
 
 
 class Loop:
-    """A parameter of two elements whose gradient has the norm that is asked for."""
+    """Parameters of two elements, each with an optimizer and a gradient of a given norm."""
 
-    def __init__(
-        self, make: Any = adam, dtype: torch.dtype = torch.float32, **options: Any
-    ) -> None:
-        self.param = nn.Parameter(torch.zeros(2, dtype=dtype))
-        self.optimizer = make([self.param])
+    def __init__(self, make: str = "adam", count: int = 1, **options: Any) -> None:
+        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+        self.optimizers = [MAKES[make]([param]) for param in self.params]
+        self.param, self.optimizer = self.params[0], self.optimizers[0]
         self.scaler = ampfast.GradScaler(
             "cpu", **{"init_scale": 8.0, "growth_interval": 3, **options}
         )
 
-    def clip(self, norm: float, above: Any, *more: Any, **options: Any) -> Tensor:
-        self.optimizer.zero_grad()
-        direction = torch.tensor([0.6, 0.8], dtype=self.param.dtype)
-        self.scaler.scale((self.param * direction * norm).sum()).backward()
-        return self.scaler.clip_grad_norm_(self.optimizer, 1.0, *more, skip_above=above, **options)
+    def load(self, norms: Any) -> None:
+        saved = self.scaler.state_dict()
+        saved["ampfast"]["norms"] = norms
+        self.scaler.load_state_dict(saved)
 
-    def step(
-        self, norm: float, above: Any, *more: Any, together: bool = False, **options: Any
-    ) -> Any:
-        """Returns the reason of the skip; checks that the step is as it says."""
-        self.clip(norm, above, *more, **options)
-        before = self.param.detach().clone()
-        state = copy.deepcopy(self.optimizer.state_dict()["state"])
-        if together:
-            self.scaler.step_and_update(self.optimizer)
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        reason = self.scaler.skip_reason(self.optimizer)
-        skipped = reason is not None
-        assert self.scaler.step_skipped(self.optimizer) == skipped
-        assert self.scaler.found_inf(self.optimizer).item() == float(skipped)
-        if norm != 0 or skipped:
-            assert torch.equal(before, self.param) == skipped
-        if skipped and state:
-            assert_same(self.optimizer.state_dict()["state"], state)
-        return reason
+    def backward(self, norms: Sequence[float], first: int = 0) -> None:
+        for param, norm in zip(self.params[first:], norms, strict=False):
+            param.grad = None
+            self.scaler.scale((param * torch.tensor([0.6, 0.8]) * norm).sum()).backward()
+
+    def clip(self, norm: float, above: Any, *more: Any, which: int = 0, **options: Any) -> Tensor:
+        self.backward([norm], which)
+        optimizer = self.optimizers[which]
+        return self.scaler.clip_grad_norm_(optimizer, 1.0, *more, skip_above=above, **options)
+
+    def step(self, norm: float, *args: Any, which: int = 0, **options: Any) -> str | None:
+        together = options.pop("together", False)
+        self.clip(norm, *args, which=which, **options)
+        return self.finish(together, norm != 0, range(which, which + 1))[0]
+
+    def finish(
+        self, together: bool = False, moves: bool = True, which: range | None = None
+    ) -> list[str | None]:
+        """Steps and returns the reasons of skips; checks that each step is as it says."""
+        scaler, places = self.scaler, which or range(len(self.params))
+        params = [self.params[place] for place in places]
+        optimizers = [self.optimizers[place] for place in places]
+        before = [param.detach().clone() for param in params]
+        states = [copy.deepcopy(each.state_dict()["state"]) for each in optimizers]
+        for optimizer in optimizers:
+            (scaler.step_and_update if together else scaler.step)(optimizer)
+        if not together:
+            scaler.update()
+        reasons = [scaler.skip_reason(each) for each in optimizers]
+        for place, (optimizer, reason) in enumerate(zip(optimizers, reasons, strict=True)):
+            skipped = reason is not None
+            assert scaler.step_skipped(optimizer) == skipped
+            assert scaler.found_inf(optimizer).item() == float(skipped)
+            if moves or skipped:
+                assert torch.equal(before[place], params[place]) == skipped
+            if skipped and states[place]:
+                assert_same(optimizer.state_dict()["state"], states[place])
+        return reasons
+
+    def run(self, norms: Sequence[float], limit: Any = None, which: int = 0) -> list[str | None]:
+        limit = limit or Sigmas(2.0, WINDOW)
+        return [self.step(norm, limit, which=which) for norm in norms]
 
     def now(self) -> tuple[float, int]:
         return self.scaler.get_scale(), self.scaler.stats().growth_tracker
+
+    def norms(self) -> Any:
+        return self.scaler.state_dict().get("ampfast", {}).get("norms", [])
+
+
+def backends(test: Any) -> Any:
+    return pytest.mark.parametrize("backend", ["cpu", "aten"])(test)
 
 
 PROGRAM = [
@@ -136,11 +158,11 @@ PROGRAM = [
 @pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
 @pytest.mark.parametrize(
     ("make", "in_place"),
-    [(adam, True), *((make, where) for make in (fused_adam, momentum) for where in (True, False))],
+    [("adam", True), *itertools.product(("fused_adam", "momentum"), (True, False))],
 )
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@backends
 def test_a_spike_is_skipped_and_leaves_the_scale(
-    backend: str, make: Any, order: float, in_place: bool, together: bool
+    backend: str, make: str, order: float, in_place: bool, together: bool
 ) -> None:
     loop = Loop(make, backend=backend)
     # Norms of the other orders are smaller.
@@ -157,18 +179,16 @@ def test_a_spike_is_skipped_and_leaves_the_scale(
     assert history.skipped.tolist() == [reason is not None for reason in reasons]
 
 
-@pytest.mark.parametrize("make", [adam, fused_adam])
-def test_sigmas(make: Any) -> None:
+@pytest.mark.parametrize("make", ["adam", "fused_adam"])
+def test_sigmas(make: str) -> None:
     loop, rule = Loop(make), Rule(Sigmas(3.0, WINDOW))
     reasons = []
     for norm in random_norms(60, seed=5):
         # A new one in each step, as loops are written.
         total = loop.clip(norm, Sigmas(3.0, WINDOW)).item()
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
+        (reason,) = loop.finish(moves=False)
         overflows = not math.isfinite(loop.param.grad.sum())
         expected = 1.0 if overflows else rule.flag(total)
-        reason = loop.scaler.skip_reason(loop.optimizer)
         assert reason == {0.0: None, 1.0: "overflow", core.SPIKE: "spike"}[expected]
         reasons.append(reason)
     assert set(reasons) == {None, "overflow", "spike"}
@@ -177,78 +197,64 @@ def test_sigmas(make: Any) -> None:
 @pytest.mark.parametrize("order", [2.0, 3.0])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order: float) -> None:
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizers = [fused_adam([param]) for param in params]
-    scaler = ampfast.GradScaler("cpu", init_scale=8.0, growth_interval=10)
+    loop = Loop("fused_adam", 2, growth_interval=10)
     program = [((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")]
     program += [((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)]
-    for sizes, reason in program:
-        for param, size in zip(params, sizes, strict=True):
-            param.grad = torch.full((2,), scaler.get_scale() * size)
-        scaler.scale(torch.zeros(()))
-        scaler.clip_grad_norm_(optimizers, 1.0, order, skip_above=20.0, in_place=in_place)
-        entries = [scaler._per_optimizer_states[id(each)] for each in optimizers]
-        flags = [flag for entry in entries for flag in entry["found_inf_per_device"].values()]
-        assert flags[0].data_ptr() != flags[1].data_ptr()
-        before = [param.detach().clone() for param in params]
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer, param, old in zip(optimizers, params, before, strict=True):
-            assert scaler.skip_reason(optimizer) == reason
-            assert torch.equal(param, old) == (reason is not None)
-    assert (scaler.stats().spikes, scaler.get_scale()) == (2, 2.0)
+    for norms, reason in program:
+        loop.backward(norms)
+        options = {"skip_above": 20.0, "in_place": in_place}
+        loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, order, **options)
+        flags = [loop.scaler._last_flags(each).values() for each in loop.optimizers]
+        assert len({flag.data_ptr() for each in flags for flag in each}) == 2
+        assert loop.finish() == [reason] * 2
+    assert (loop.scaler.stats().spikes, loop.scaler.get_scale()) == (2, 2.0)
+
+
+def test_optimizers_with_a_joint_norm_go_on_together() -> None:
+    loop, reasons = Loop(count=2), []
+    with pytest.warns(UserWarning, match="new usual") as told:
+        for norm in (1.0, 1.1, 1.0, 1.1, 9.0, 9.0, 9.0, 9.1, 9.0):
+            loop.backward([norm, 0.0])
+            loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, skip_above=Sigmas(6.0, 4))
+            reasons.append(loop.finish(moves=False))
+    assert reasons == [[None] * 2] * 4 + [["spike"] * 2] * 2 + [[None] * 2] * 3
+    assert len(told) == 1
 
 
 def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
-    loops = [Loop(), Loop()]
-    loops[1].scaler = scaler = loops[0].scaler
-    for norms, after in (
-        ((1.0, 50.0), (8.0, 0)),
-        ((math.inf, 50.0), (4.0, 0)),
-        ((1.0, 1.0), (4.0, 1)),
+    loop = Loop(count=2)
+    for norms, reasons, after in (
+        ((1.0, 50.0), [None, "spike"], (8.0, 0)),
+        ((math.inf, 50.0), ["overflow", "spike"], (4.0, 0)),
+        ((1.0, 1.0), [None, None], (4.0, 1)),
     ):
-        for loop, norm in zip(loops, norms, strict=True):
-            loop.clip(norm, 20.0)
-        for loop in loops:
-            scaler.step(loop.optimizer)
-        reasons = [scaler.skip_reason(loop.optimizer) for loop in loops]
-        assert reasons[0] == (None if norms[0] == 1 else "overflow")
-        assert reasons[1] == (None if norms[1] == 1 else "spike")
-        scaler.update()
-        assert loops[0].now() == after
-    assert scaler.history().spiked.tolist() == [True, False, False]
+        loop.backward(norms)
+        for optimizer in loop.optimizers:
+            loop.scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20.0)
+        assert (loop.finish(), loop.now()) == (reasons, after)
+    assert loop.scaler.history().spiked.tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("reduced", ["SUM", "MAX", "AVG"])
-def test_flags_that_ranks_reduce_keep_their_meaning(reduced: str) -> None:
+@pytest.mark.parametrize("reduced", [torch.sum, torch.max, torch.mean])
+def test_flags_that_ranks_reduce_keep_their_meaning(reduced: Callable[[Tensor], Tensor]) -> None:
     loop = Loop()
-    for others, backs_off in (([0.0], False), ([core.SPIKE], False), ([1.0], True)):
+    for other, factor in ((0.0, 1.0), (core.SPIKE, 1.0), (1.0, 0.5)):
         loop.clip(50.0, 20.0)
-        (flag,) = loop.scaler._per_optimizer_states[id(loop.optimizer)][
-            "found_inf_per_device"
-        ].values()
-        flags = torch.stack([flag, *map(torch.tensor, others)])
-        flag.copy_({"SUM": flags.sum(), "MAX": flags.max(), "AVG": flags.mean()}[reduced])
+        (flag,) = loop.scaler._last_flags(loop.optimizer).values()
+        flag.copy_(reduced(torch.stack([flag, torch.tensor(other)])))
         before = loop.now()[0]
-        loop.scaler.step(loop.optimizer)
-        assert loop.scaler.step_skipped(loop.optimizer)
-        loop.scaler.update()
-        assert loop.now()[0] == (before / 2 if backs_off else before)
+        assert loop.finish() != [None]
+        assert loop.now()[0] == before * factor
 
 
 def test_a_fused_optimizer_with_its_own_grad_scale() -> None:
-    loop, handed = Loop(fused_adam), []
+    loop, handed = Loop("fused_adam"), []
     loop.optimizer.register_step_pre_hook(lambda o, *_: handed.append(o.found_inf.item()))
     for norm, reason in ((1.0, None), (50.0, "spike"), (math.inf, "overflow")):
         loop.clip(norm, 20.0)
         loop.optimizer.grad_scale = torch.tensor(2.0)
-        before = loop.param.detach().clone()
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
-        assert loop.scaler.skip_reason(loop.optimizer) == reason
+        assert loop.finish() == [reason]
         assert handed[-1] == float(reason is not None)
-        assert torch.equal(before, loop.param) == (reason is not None)
 
 
 def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
@@ -292,8 +298,7 @@ def test_sparse_gradients_and_several_dtypes() -> None:
         optimizer.zero_grad()
         scaler.scale(factor * (table(torch.tensor([1, 1, 2])).sum() + wide.sum())).backward()
         scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20)
-        scaler.step(optimizer)
-        scaler.update()
+        scaler.step_and_update(optimizer)
         assert scaler.skip_reason(optimizer) == reason
 
 
@@ -302,14 +307,11 @@ class Overriding(ampfast.GradScaler):
         return super()._unscale_grads_(*args)
 
 
-def test_a_subclass_that_unscales() -> None:
+def test_other_scalers() -> None:
     loop = Loop()
     loop.scaler = Overriding("cpu", init_scale=8.0, growth_interval=3)
     for norm, reason, *state in PROGRAM:
         assert (loop.step(norm, 20.5), *loop.now()) == (reason, *state)
-
-
-def test_a_disabled_scaler_clips_only() -> None:
     loop = Loop(enabled=False)
     assert loop.step(50.0, 20.0) is None
     assert loop.scaler.stats().spikes == 0
@@ -320,81 +322,73 @@ def test_the_schedule_waits() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
     late = ampfast.LateScheduler(schedule, loop.scaler, loop.optimizer)
     for norm in (1.0, 50.0, 1.0):
-        loop.clip(norm, 20.0)
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
+        loop.step(norm, 20.0)
         late.step()
     late.flush()
     assert schedule.last_epoch == 2
 
 
-# A training goes on
+# A training goes on. Limits, norms, and what becomes of each: "." a step, "s" a spike, "o" an
+# overflow, "r" one that is taken as the new usual, with a warning.
+Program: TypeAlias = list[tuple[Sigmas, list[float], str]]
+REASONS = {".": None, "s": "spike", "o": "overflow", "r": None}
 
 
-def reasons_of(loop: Loop, norms: list[float], limit: Sigmas) -> list[str | None]:
-    return [loop.step(norm, limit) for norm in norms]
-
-
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_steps_without_gradient_do_not_fill_the_window(backend: str) -> None:
-    loop, limit = Loop(backend=backend, growth_interval=10**6), Sigmas(6.0, 8)
+def seldom() -> Program:
     chance = random.Random(1)
     norms = [chance.uniform(1, 3) if i > 20 and i % 4 == 0 else 0.0 for i in range(200)]
-    assert set(reasons_of(loop, norms, limit)) == {None}
-    assert loop.step(100.0, limit) == "spike"
+    return [(Sigmas(6.0, 8), [*norms, 100.0], "." * 200 + "s")]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("window", [2, 3, 8, 128])
-def test_nearly_equal_norms_are_no_spikes(window: int, backend: str) -> None:
-    loop, limit = Loop(backend=backend, growth_interval=10**6), Sigmas(6.0, window)
+def nearly_equal(window: int) -> Program:
     norms = [1.0, 1 + 1.2e-7] * window + [1.000001, 1.0, 1.05, 0.95, 1.02]
-    assert set(reasons_of(loop, norms, limit)) == {None}
-    assert loop.step(2.0, limit) == "spike"
+    return [(Sigmas(6.0, window), [*norms, 2.0], "." * len(norms) + "s")]
 
 
-DOUBLING = [(2, None, 1), (3, None, 1), (8, None, 4), (128, None, 32), (1024, None, 32)]
+def doubling(window: int, patience: int, given: int | None = None) -> Program:
+    norms = [1.0, 1.01] * window + [2.0] * (patience + 1) + [2.02, 1.98] * window + [20.0]
+    events = ".." * window + "s" * patience + "r" + ".." * window + "s"
+    return [(Sigmas(6.0, window, patience=given), norms, events)]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize(("window", "given", "patience"), [*DOUBLING, (4, 3, 3), (4, 9, 9)])
-def test_a_norm_that_doubles_for_good_is_the_new_usual(
-    window: int, given: int | None, patience: int, backend: str
-) -> None:
-    loop, limit = Loop(backend=backend, growth_interval=10**6), Sigmas(6.0, window, patience=given)
-    assert set(reasons_of(loop, [1.0, 1.01] * window, limit)) == {None}
-    assert reasons_of(loop, [2.0] * patience, limit) == ["spike"] * patience
-    assert loop.scaler.stats().consecutive_skips == patience
-    with pytest.warns(UserWarning, match=f"Sigmas: {patience} step.* skipped") as told:
-        assert set(reasons_of(loop, [2.0, *[2.02, 1.98] * window], limit)) == {None}
-    assert [record.filename for record in told] == [__file__]
-    assert loop.step(20.0, limit) == "spike"
+USUAL, LONELY = [1.0, 1.1, 1.0, 1.1], [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 1.05]
+DOUBLINGS = [(2, 1), (3, 1), (8, 4), (128, 32), (1024, 32), (4, 3, 3), (4, 9, 9)]
+PROGRAMS: dict[str, Program] = {
+    "norms of 0 do not fill the window": seldom(),
+    **{f"nearly equal {window}": nearly_equal(window) for window in (2, 3, 8, 128)},
+    **{f"doubling {numbers}": doubling(*numbers) for numbers in DOUBLINGS},
+    "norms of 0 neither end nor lengthen a run": [
+        (Sigmas(6.0, 4, patience=2), USUAL + LONELY * 3, "...." + "..s...." * 3),
+        (Sigmas(6.0, 4, patience=2), [50.0, 0.0, 50.0, 0.0, math.inf, 0.0, 50.0], "s.s.o.r"),
+    ],
+    "anew": [(Sigmas(6.0, 4, patience=1), [*USUAL, 4.0, 4.0, 40.0, 4.0, 4.0], "....sr...")],
+    "another patience": [
+        *((Sigmas(6.0, 4), USUAL, "...."), (Sigmas(6.0, 4, patience=50), [5.0] * 5, "sssss")),
+        (Sigmas(6.0, 4, patience=3), [5.0], "r"),
+    ],
+}
 
 
-def test_the_window_starts_anew() -> None:
-    loop, limit = Loop(), Sigmas(6.0, 4, patience=1)
-    reasons_of(loop, [1.0, 1.1, 1.0, 1.1, 4.0], limit)
-    with pytest.warns(UserWarning, match="new usual"):
-        assert loop.step(4.0, limit) is None
-    assert loop.scaler._spike_rules.accepted_norms() == [[4.0]]
-    # As at the beginning, none of its first steps is skipped.
-    assert reasons_of(loop, [40.0, 4.0, 4.0], limit) == [None] * 3
+@backends
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_training_goes_on(name: str, backend: str) -> None:
+    loop, skips = Loop(backend=backend, growth_interval=10**6), 0
+    for limit, norms, events in PROGRAMS[name]:
+        patience = Rule(limit).patience
+        steps = "1 step was" if patience == 1 else f"{patience} steps in a row were"
+        for norm, event in zip(norms, events, strict=True):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                assert loop.step(norm, limit) == REASONS[event]
+            skips = skips + 1 if REASONS[event] else 0
+            assert loop.scaler.stats().consecutive_skips == skips
+            assert [record.filename for record in told] == [__file__] * (event == "r")
+            for record in told:
+                assert f"ampfast.Sigmas: {steps} skipped" in str(record.message)
+                assert "new usual" in str(record.message)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_steps_without_gradient_neither_end_nor_lengthen_a_run(backend: str) -> None:
-    loop, limit = Loop(backend=backend, growth_interval=10**6), Sigmas(6.0, 4, patience=2)
-    reasons_of(loop, [1.0, 1.1, 1.0, 1.1], limit)
-    lonely = [0.0, 0.0, 50.0, 0.0, 0.0, 0.0]
-    for _ in range(3):
-        assert [*reasons_of(loop, lonely, limit), loop.step(1.05, limit)].count("spike") == 1
-    run = [50.0, 0.0, 50.0, 0.0, math.inf, 0.0]
-    assert reasons_of(loop, run, limit) == ["spike", None, "spike", None, "overflow", None]
-    with pytest.warns(UserWarning, match="new usual"):
-        assert loop.step(50.0, limit) is None
-
-
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@backends
 def test_a_norm_beyond_float32_is_never_usual(backend: str) -> None:
     guard = ampfast.StepGuard("cpu", backend=backend)
     param = nn.Parameter(torch.zeros(2))
@@ -408,32 +402,6 @@ def test_a_norm_beyond_float32_is_never_usual(backend: str) -> None:
         guard.update()
         reasons.append(guard.skip_reason(optimizer))
     assert reasons == [None, None, *["spike"] * 9, None]
-
-
-def test_a_change_of_patience_counts_at_once() -> None:
-    loop = Loop()
-    reasons_of(loop, [1.0, 1.1, 1.0, 1.1], Sigmas(6.0, 4))
-    assert set(reasons_of(loop, [5.0] * 5, Sigmas(6.0, 4, patience=50))) == {"spike"}
-    with pytest.warns(UserWarning, match="Sigmas: 3 steps in a row"):
-        assert loop.step(5.0, Sigmas(6.0, 4, patience=3)) is None
-
-
-def test_optimizers_with_a_joint_norm_go_on_together() -> None:
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizers = [adam([param]) for param in params]
-    scaler, reasons = ampfast.GradScaler("cpu", init_scale=8.0), []
-    with pytest.warns(UserWarning, match="new usual") as told:
-        for size in (1.0, 1.1, 1.0, 1.1, 9.0, 9.0, 9.0, 9.1, 9.0):
-            scaler.scale(torch.zeros(()))
-            for param, share in zip(params, (size, 0.0), strict=True):
-                param.grad = torch.full((2,), scaler.get_scale() * share)
-            scaler.clip_grad_norm_(optimizers, 1.0, skip_above=Sigmas(6.0, 4))
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            reasons.append([scaler.skip_reason(optimizer) for optimizer in optimizers])
-    assert reasons == [[None] * 2] * 4 + [["spike"] * 2] * 2 + [[None] * 2] * 3
-    assert len(told) == 1
 
 
 class Arrival:
@@ -471,75 +439,45 @@ def test_a_gpu_warns_from_a_copy_that_has_arrived(monkeypatch: pytest.MonkeyPatc
         rules.record([optimizer], rule)
 
 
-# Costs
-
-
-def test_one_flag_is_written_in_place_after_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("an operator for the flag of a single list")
-
-    loop = Loop()
-    monkeypatch.setattr(loop.scaler, "_clip_over", lambda *args: None)
-    monkeypatch.setattr(clipping, "joint_flag", refused)
-    monkeypatch.setattr(clipping, "moved", refused)
-    loop.clip(50.0, 20.0)
-    (flag,) = loop.scaler._last_flags(loop.optimizer).values()
-    assert flag.item() == core.SPIKE
-
-
 # What is kept
 
 
-def run(loop: Loop, norms: list[float]) -> list[str | None]:
-    return [loop.step(norm, Sigmas(2.0, WINDOW)) for norm in norms]
+def by_checkpoint(loop: Loop, into: Loop) -> None:
+    into.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
 
 
-def by_checkpoint(loop: Loop) -> Loop:
-    saved = Loop()
-    saved.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
-    return saved
+def by_checkpoint_later(loop: Loop, into: Loop) -> None:
+    into.run([3.0, 2.0])
+    into.scaler.load_state_dict(loop.scaler.state_dict())
 
 
-def by_checkpoint_later(loop: Loop) -> Loop:
-    saved = Loop()
-    run(saved, [3.0, 2.0])
-    saved.scaler.load_state_dict(loop.scaler.state_dict())
-    return saved
+def by_pickle(loop: Loop, into: Loop) -> None:
+    into.scaler = pickle.loads(pickle.dumps(loop.scaler))
 
 
-def by_pickle(loop: Loop) -> Loop:
-    saved = Loop()
-    saved.scaler = pickle.loads(pickle.dumps(loop.scaler))
-    return saved
-
-
-def by_copy(loop: Loop) -> Loop:
-    saved = Loop()
-    saved.scaler = copy.copy(loop.scaler)
-    return saved
+def by_copy(loop: Loop, into: Loop) -> None:
+    into.scaler = copy.copy(loop.scaler)
 
 
 @pytest.mark.filterwarnings("ignore:The gradient norm stayed above")
 @pytest.mark.parametrize("keep", [by_checkpoint, by_checkpoint_later, by_pickle, by_copy])
-@pytest.mark.parametrize("before", [2, 9])
-def test_the_norms_are_kept(keep: Callable[[Loop], Loop], before: int) -> None:
+def test_what_is_kept(keep: Callable[[Loop, Loop], None]) -> None:
     norms = [norm for norm in random_norms(40, seed=6) if math.isfinite(norm)]
-    loop = Loop()
-    run(loop, norms[:before])
-    other = keep(loop)
-    expected = run(loop, norms[before:])
-    assert run(other, norms[before:]) == expected
-    assert other.scaler._spike_rules.accepted_norms() == loop.scaler._spike_rules.accepted_norms()
-    assert "spike" in expected
-
-
-@pytest.mark.parametrize("keep", [by_checkpoint, by_checkpoint_later, by_pickle, by_copy])
-def test_a_run_of_spikes_goes_on(keep: Callable[[Loop], Loop]) -> None:
-    loop, limit = Loop(), Sigmas(6.0, WINDOW, patience=3)
-    assert reasons_of(loop, [1.0, 1.1, 1.0, 1.1, 9.0, 9.0], limit)[-2:] == ["spike"] * 2
-    taken = [torch.tensor(norm).item() for norm in (1.0, 1.1, 1.0, 1.1)]
-    assert loop.scaler._spike_rules.accepted_norms() == [{"norms": taken, "spikes": 2}]
-    for each in (keep(loop), loop):
+    for before in (2, 9):
+        loop, other = Loop(), Loop()
+        loop.run(norms[:before])
+        keep(loop, other)
+        expected = loop.run(norms[before:])
+        assert other.run(norms[before:]) == expected
+        assert other.norms() == loop.norms()
+        assert "spike" in expected
+    # A run of spikes goes on.
+    loop, other, limit = Loop(), Loop(), Sigmas(6.0, WINDOW, patience=3)
+    assert loop.run([1.0, 1.1, 1.0, 1.1, 9.0, 9.0], limit)[-2:] == ["spike"] * 2
+    taken = torch.tensor([1.0, 1.1, 1.0, 1.1]).tolist()
+    assert loop.norms() == [{"norms": taken, "spikes": 2}]
+    keep(loop, other)
+    for each in (other, loop):
         assert each.step(9.0, limit) == "spike"
         with pytest.warns(UserWarning, match="new usual"):
             assert each.step(9.0, limit) is None
@@ -547,153 +485,99 @@ def test_a_run_of_spikes_goes_on(keep: Callable[[Loop], Loop]) -> None:
 
 def test_another_window_takes_the_last_norms() -> None:
     loop = Loop()
-    run(loop, [1.0, 2.0, 3.0, 2.5, 2.6])
-    loop.clip(2.0, Sigmas(2.0, 3))
-    assert [round(norm, 5) for norm in loop.scaler._spike_rules.accepted_norms()[0]] == [
-        2.5,
-        2.6,
-        2.0,
-    ]
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
+    loop.run([1.0, 2.0, 3.0, 2.5, 2.6])
+    assert loop.step(2.0, Sigmas(2.0, 3)) is None
+    assert [round(norm, 5) for norm in loop.norms()[0]] == [2.5, 2.6, 2.0]
     assert loop.step(50.0, Sigmas(2.0, 3)) == "spike"
 
 
-def test_the_ring_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, rings = Loop(), []
-    for norm in (1.0, 2.0, 3.0):
-        run(loop, [norm])
-        rings += [ring.words for _, ring in loop.scaler._spike_rules._windows]
-    with monkeypatch.context() as patch:
-        patch.setattr(spikes, "is_capturing", lambda: True)
-        run(loop, [4.0])
-    run(loop, [5.0])
-    saved = loop.scaler.state_dict()
-    for norms in (saved["ampfast"]["norms"], [[7.0]], []):
-        saved["ampfast"]["norms"] = norms
-        loop.scaler.load_state_dict(saved)
-        rings += [ring.words for _, ring in loop.scaler._spike_rules._windows]
-        assert loop.scaler._spike_rules.accepted_norms() == (norms or [[]])
-    assert len(rings) == 6
-    assert len({ring.data_ptr() for ring in rings}) == 1
-
-
-class Several:
-    """Optimizers of one scaler, each with a parameter of one element."""
-
-    def __init__(self, count: int, **options: Any) -> None:
-        self.scaler = ampfast.GradScaler("cpu", init_scale=8.0, **options)
-        self.params = [nn.Parameter(torch.zeros(1)) for _ in range(count)]
-        self.optimizers = [torch.optim.SGD([param], lr=0.1) for param in self.params]
-
-    def step(self, which: int, norm: float) -> str | None:
-        optimizer, param = self.optimizers[which], self.params[which]
-        self.scaler.scale(torch.zeros(()))
-        param.grad = torch.full((1,), norm * 8.0)
-        self.scaler.clip_grad_norm_(optimizer, 1.0, skip_above=Sigmas(2.0, WINDOW))
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return self.scaler.skip_reason(optimizer)
-
-    def norms(self) -> list[list[float]]:
-        return self.scaler.state_dict()["ampfast"]["norms"]
-
-
-STAGE = [1.0, 1.1, 1.0, 1.1, 1.0]
+STAGE = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0]).tolist()
 
 
 def test_loaded_norms_are_for_the_next_clip() -> None:
     """Not for an optimizer that is alive, but no longer used."""
-    several = Several(2)
-    for norm in STAGE:
-        several.step(0, 1000 * norm)
-    saved = several.scaler.state_dict()
-    saved["ampfast"]["norms"] = [STAGE]
-    several.scaler.load_state_dict(saved)
-    assert several.norms() == [STAGE]
-    assert several.step(1, 1000.0) == "spike"
-    assert several.step(1, 1.05) is None
-    assert several.step(0, 1000.0) is None
-    assert [norms[-1] for norms in several.norms()] == [torch.tensor(1.05).item(), 1000.0]
+    loop = Loop(count=2)
+    loop.run([1000 * norm for norm in STAGE])
+    loop.load([STAGE])
+    assert loop.norms() == [STAGE]
+    assert loop.run([1000.0, 1.05], which=1) == ["spike", None]
+    assert loop.run([1000.0]) == [None]
+    assert [norms[-1] for norms in loop.norms()] == [torch.tensor(1.05).item(), 1000.0]
 
 
 @pytest.mark.parametrize("how", ["state_dict", "same process", "pickle", "distributed"])
 def test_norms_are_saved_in_the_order_of_the_first_clips(how: str, tmp_path: Path) -> None:
-    several = Several(3, max_scale=8.0)
+    loop = Loop(count=3, max_scale=8.0)
     for which, factor in ((1, 1000.0), (0, 1.0), (1, 1000.0)):
-        for norm in STAGE:
-            several.step(which, factor * norm)
-    other = several if how == "same process" else Several(3, max_scale=8.0)
+        loop.run([factor * norm for norm in STAGE], which=which)
+    other = loop if how == "same process" else Loop(count=3, max_scale=8.0)
     if how == "pickle":
-        other.scaler = pickle.loads(pickle.dumps(several.scaler))
+        other.scaler = pickle.loads(pickle.dumps(loop.scaler))
     elif how == "distributed":
-        checkpoint.save({"scaler": several.scaler}, checkpoint_id=tmp_path)
+        checkpoint.save({"scaler": loop.scaler}, checkpoint_id=tmp_path)
         checkpoint.load({"scaler": other.scaler}, checkpoint_id=tmp_path)
     else:
-        other.scaler.load_state_dict(several.scaler.state_dict())
-    assert other.step(1, 1e6) == "spike"
-    assert other.step(2, 1000.0) == "spike"
+        other.scaler.load_state_dict(loop.scaler.state_dict())
+    assert other.run([1e6], which=1) == ["spike"]
+    assert other.run([1000.0], which=2) == ["spike"]
     other.scaler.load_state_dict(other.scaler.state_dict())
-    assert other.step(1, 1050.0) is None
-    assert other.step(0, 1000.0) == "spike"
-    assert other.step(2, 1000.0) is None  # the checkpoint had no third ones
+    assert other.run([1050.0], which=1) == [None]
+    assert other.run([1000.0], which=0) == ["spike"]
+    assert other.run([1000.0], which=2) == [None]  # the checkpoint had no third ones
 
 
 def test_a_captured_clip_takes_the_norms_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    several = Several(4)
+    """In the same memory."""
+    loop, rings = Loop(count=4), set()
+
+    def norms_now() -> Any:
+        windows = {id(each): window for each, window in loop.scaler._spike_rules._windows}
+        rings.add(windows[id(loop.optimizers[1])].words.data_ptr())
+        return loop.norms()
+
     for which in (0, 1, 2):
-        several.step(which, 1.0 + which)
+        loop.run([1.0 + which], which=which)
     with monkeypatch.context() as patch:
         patch.setattr(spikes, "is_capturing", lambda: True)
-        several.step(1, 2.0)
-    saved = several.scaler.state_dict()
-    assert saved["ampfast"]["norms"] == [[1.0], [2.0, 2.0], [3.0]]
+        loop.clip(2.0, Sigmas(2.0, WINDOW), which=1)
+    assert loop.finish(which=range(1, 2)) == [None]
+    assert norms_now() == [[1.0], [2.0, 2.0], [3.0]]
     for norms in ([[7.0], [8.0], [9.0]], [[4.0], [5.0], [6.0]]):
-        saved["ampfast"]["norms"] = norms
-        several.scaler.load_state_dict(saved)
-        assert several.norms() == norms
-    several.step(0, 10.0)
-    several.step(1, 11.0)
-    assert several.norms() == [[4.0, 10.0], [5.0, 11.0], [6.0]]
-    several.step(3, 12.0)
-    several.step(2, 13.0)
-    assert several.norms() == [[4.0, 10.0], [5.0, 11.0], [6.0, 12.0], [13.0]]
+        loop.load(norms)
+        assert norms_now() == norms
+    loop.run([10.0], which=0)
+    loop.run([11.0], which=1)
+    assert norms_now() == [[4.0, 10.0], [5.0, 11.0], [6.0]]
+    loop.run([12.0], which=3)
+    loop.run([16.0], which=2)
+    assert norms_now() == [[4.0, 10.0], [5.0, 11.0], [6.0, 12.0], [16.0]]
+    loop.load([])
+    assert norms_now() == [[]]
+    assert len(rings) == 1
 
 
-def test_the_longest_checkpoint_and_an_older_one_with_norms_of_zero() -> None:
+def test_the_longest_checkpoint_and_older_ones() -> None:
     loop = Loop()
-    run(loop, [1.0])
-    saved = loop.scaler.state_dict()
+    loop.run([1.0])
     for norms in ([2.0] * 1024, [0.0] * 1000 + [2.0] * 20 + [0.0] * 4):
-        saved["ampfast"]["norms"] = [norms]
-        loop.scaler.load_state_dict(saved)
-        assert run(loop, [0.0, 9.0, 2.0]) == [None, "spike", None]
-        assert loop.scaler._spike_rules.accepted_norms() == [[2.0] * WINDOW]
-    saved["ampfast"]["norms"] = [[0.0] * 1024]
-    loop.scaler.load_state_dict(saved)
-    run(loop, [3.0])
-    assert loop.scaler._spike_rules.accepted_norms() == [[3.0]]
-
-
-def test_a_checkpoint_without_norms_begins_anew() -> None:
-    loop = Loop()
-    run(loop, [1.0, 1.1, 1.0, 1.1, 1.0])
+        loop.load([norms])
+        assert loop.run([0.0, 9.0, 2.0]) == [None, "spike", None]
+        assert loop.norms() == [[2.0] * WINDOW]
+    loop.load([[0.0] * 1024])
+    loop.run([3.0])
+    assert loop.norms() == [[3.0]]
+    loop.run([3.1, 3.0, 3.1])
     loop.scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"scale": 8.0})
-    assert loop.scaler._spike_rules.accepted_norms() == []
-    assert run(loop, [50.0]) == [None]
+    assert loop.norms() == []
+    assert loop.run([50.0]) == [None]
 
 
-def test_a_capture_refuses_new_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop()
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
-        loop.clip(1.0, Sigmas())
-
-
-def test_a_capture_refuses_to_tell_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_capture_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     loop.step(1.0, 20.0)
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
+        loop.clip(1.0, Sigmas())
     with pytest.raises(RuntimeError, match="a question that the host asks"):
         loop.scaler.skip_reason(loop.optimizer)
 
@@ -722,14 +606,14 @@ def test_only_sigmas_add_to_a_checkpoint() -> None:
 )
 def test_damaged_norms_are_refused(norms: Any) -> None:
     loop = Loop()
-    run(loop, [1.0, 2.0])
+    loop.run([1.0, 2.0])
     state = loop.scaler.state_dict()
     state["ampfast"]["norms"] = norms
     state["scale"] = 2.0
     with pytest.raises(ValueError, match="norms of steps taken must be lists"):
         loop.scaler.load_state_dict(state)
     assert loop.scaler.get_scale() == 8.0
-    assert len(loop.scaler._spike_rules.accepted_norms()[0]) == 2
+    assert len(loop.norms()[0]) == 2
 
 
 # Bad input
@@ -753,19 +637,38 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
         (lambda: Sigmas(6, patience=True), TypeError, "patience must be an int, got bool"),
     ],
 )
-def test_bad_sigmas(make: Callable[[], Sigmas], error: type[Exception], text: str) -> None:
+def test_bad_sigmas(make: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
 
 
+@pytest.mark.parametrize(
+    ("above", "error", "text"),
+    [
+        (math.nan, ValueError, "at least 0, got nan"),
+        (-1, ValueError, "at least 0, got -1"),
+        ("20", TypeError, "a Python number or ampfast.Sigmas, got str"),
+        (True, TypeError, "a Python number or ampfast.Sigmas, got bool"),
+        (torch.tensor(2.0), TypeError, "a Python number or ampfast.Sigmas, got Tensor"),
+    ],
+)
+def test_a_bad_limit_changes_nothing(above: Any, error: type[Exception], text: str) -> None:
+    loop = Loop()
+    with pytest.raises(error, match=f"skip_above must be {text}"):
+        loop.clip(1.0, above)
+    assert loop.param.grad.norm().item() == pytest.approx(8.0)
+    assert loop.step(1.0, 20.0) is None
+
+
 def test_a_clip_that_is_refused_keeps_the_norms() -> None:
     loop = Loop()
-    run(loop, [1.0, 1.1, 1.0, 1.1])
-    before = loop.scaler._spike_rules.accepted_norms()
+    loop.run([1.0, 1.1, 1.0, 1.1])
+    before = loop.norms()
     with pytest.raises(ValueError, match="in_place=False needs an optimizer"):
         loop.clip(1.0, Sigmas(2.0, 2), in_place=False)
-    assert loop.scaler._spike_rules.accepted_norms() == before
-    other = by_checkpoint(loop)
+    assert loop.norms() == before
+    other = Loop()
+    by_checkpoint(loop, other)
     half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     half.grad = torch.ones_like(half)
     refused = adam([half])
@@ -784,21 +687,3 @@ def test_limits_at_their_bounds() -> None:
     assert loop.step(1.0, 0) == loop.step(0.7, 0.6) == "spike"
     assert loop.step(1.0, Sigmas(0.0, 1024)) is None
     assert repr(Sigmas(Fraction(1, 2))) == "Sigmas(sigmas=0.5, window=128, patience=None)"
-
-
-@pytest.mark.parametrize(
-    ("above", "error", "text"),
-    [
-        (math.nan, ValueError, "skip_above must be at least 0, got nan"),
-        (-1, ValueError, "skip_above must be at least 0, got -1"),
-        ("20", TypeError, "skip_above must be a Python number or ampfast.Sigmas, got str"),
-        (True, TypeError, "skip_above must be a Python number or ampfast.Sigmas, got bool"),
-        (torch.tensor(2.0), TypeError, "or ampfast.Sigmas, got Tensor"),
-    ],
-)
-def test_a_bad_limit_changes_nothing(above: Any, error: type[Exception], text: str) -> None:
-    loop = Loop()
-    with pytest.raises(error, match=text):
-        loop.clip(1.0, above)
-    assert loop.param.grad.norm().item() == pytest.approx(8.0)
-    assert loop.step(1.0, 20.0) is None
