@@ -49,10 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="your training script with ampfast's scaler in place of torch's",
         usage="python -m ampfast run [--clip] [--track overflow] [--skip-above NORM] "
         "[--max-skips N] [--log FILE] [-m] SCRIPT [ARGS...]",
-        description="Runs a script, or a folder or zip file, as python does, unedited, with "
-        "ampfast.patch() in force. At the end it prints a line: steps, skipped ones, final scale, "
-        "the scaler's own time and its share of a step. For several ranks torchrun starts it, and "
-        "rank 0 prints the line: torchrun --nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
+        description="Runs a script, or a folder or zip file, as python does, unedited. Wherever it "
+        "makes torch's GradScaler, it gets ampfast's. At the end a line tells the steps, the "
+        "skipped ones, the final scale, the scaler's own time and its share of a step. For several "
+        "ranks torchrun starts it, and rank 0 prints the line: torchrun --nproc_per_node 2 -m "
+        "ampfast run SCRIPT ARGS...",
     )
     run.add_argument(
         "--clip",
