@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ampfast
-from ampfast import GradScaler, ShardedGradScaler, grad_scaler
+from ampfast import GradScaler, ShardedGradScaler, diagnostics
 from ampfast.distributed import Group, differences
 
 POLICY: dict[str, Any] = {"min_scale": 1.0, "max_scale": 2.0**20}
@@ -155,7 +155,7 @@ def test_states_that_went_apart() -> None:
 
 def other_versions() -> str | None:
     if dist.get_rank():
-        grad_scaler.__version__ = "0.0"
+        diagnostics.__version__ = "0.0"
         torch.__version__ = "1.0"
     return error_of(GradScaler("cpu"))
 
