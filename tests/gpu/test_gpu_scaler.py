@@ -19,6 +19,7 @@ from gpu_support import (
     assert_trains_as_without_scaler,
     assert_twins_same,
     flag,
+    no_syncs,
     twins,
 )
 from gpu_support import unavailable_reason as unavailable_backend
@@ -28,7 +29,7 @@ from support.optimizers import FUSED, OPTIMIZERS
 from support.outcomes import agree
 from support.scalers import TorchScaler
 
-from ampfast import GradScaler
+from ampfast import GradScaler, Percentile, ZScore
 
 pytestmark = pytest.mark.gpu
 
@@ -414,3 +415,31 @@ def test_first_step_of_fused_optimizers_may_overflow(
     skipped.step()
     skipped.finish()
     assert all(p.isfinite().all() for p in skipped.params[0])
+
+
+@pytest.mark.parametrize("limit", [1.0, Percentile(50, 4), ZScore(2.0, warmup=2)], ids=str)
+def test_norms_by_parameter_and_limits_that_follow(
+    backend: str, device: torch.device, limit: Any
+) -> None:
+    """Measured and decided on the device, without a wait."""
+    params = [torch.nn.Parameter(torch.ones(size, device=device)) for size in (5, 70_000, 1)]
+    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+    scaler = GradScaler(init_scale=8.0, growth_interval=100, backend=backend, track="norms")
+    scaler.scale(torch.ones((), device=device))
+
+    def step() -> None:
+        scaler.clip_grad_norm_(optimizer, limit)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(6):
+        for param in params:
+            param.grad = torch.randn_like(param) * (number + 1)
+        expected = [float(param.grad.double().norm()) / 8 for param in params]
+        if number == 0:
+            step()  # makes tables and tries the fused kernels
+        else:
+            with no_syncs():
+                step()
+        found = [each.last for each in scaler.grad_norms().parameters]
+        assert found == pytest.approx(expected, rel=1e-5)
