@@ -112,6 +112,7 @@ class ZScore:
         # Of equal weights the variance is that of a population.
         before = torch.where(is_warm, limit - ahead, limit - mean)
         spread = variance + weight * (before * (limit - ahead) - variance)
+        spread = spread.clamp(min=0.0)  # however it is rounded
         following = torch.stack([count + 1, ahead, spread])
         history.copy_(torch.where(taken, following, history))
         return limit
