@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain, islice
 from typing import Any, Literal
@@ -186,7 +186,7 @@ class Tracking:
     def record_norms(self, optimizer: Any) -> None:
         """Keeps the norms of a pass over an optimizer's gradients that has summed squares."""
         record = self._records.get(optimizer)
-        if self._measures and record is not None and record.marks:
+        if record is not None and record.marks:
             if record.norms is None:
                 refuse_capture("the creation of norms by parameter")
                 record.norms = NormHistory(len(record.places), next(iter(record.marks)))
@@ -196,9 +196,7 @@ class Tracking:
         """Norms of all optimizers' parameters; one host sync."""
         records = [(o, r, r.norms.summary()) for o, r in self._records if r.norms is not None]
         known = names.of([param for _, record, _ in records for param in record.params])
-        device = next((each.device for *_, each in records if not each.is_cpu), None)
-        here = [each if device is None else scalars.moved(each, device) for *_, each in records]
-        on_host = iter(torch.cat(here).tolist() if here else [])
+        on_host = _rows_on_host([summary for *_, summary in records])
         return NormReport(
             tuple(
                 ParameterNorms(
@@ -215,9 +213,7 @@ class Tracking:
         records = list(self._records)
         known = names.of([param for _, record in records for param in record.params])
         tables = [table for _, record in records for table in record.marks.values()]
-        device = next((each.device for each in tables if each.device.type != "cpu"), None)
-        here = [table if device is None else scalars.moved(table, device) for table in tables]
-        on_host = iter(torch.cat(here).tolist() if here else [])
+        on_host = _rows_on_host(tables)
         totals: list[ParameterOverflows] = []
         trainable = set()
         for number, (optimizer, record) in enumerate(records):
@@ -234,6 +230,13 @@ class Tracking:
         optimizers = {number for number, *_ in hit}
         trainable = {place for place in trainable if place[0] in optimizers}
         return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
+
+
+def _rows_on_host(tables: Sequence[Tensor]) -> Iterator[list[Any]]:
+    """The rows of tables on any devices, one after another, with one host sync."""
+    device = next((each.device for each in tables if not each.is_cpu), None)
+    here = [each if device is None else scalars.moved(each, device) for each in tables]
+    return iter(torch.cat(here).tolist() if here else [])
 
 
 def _overflows(

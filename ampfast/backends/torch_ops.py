@@ -629,7 +629,7 @@ def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> N
     step = now.reshape(-1)[0] + 1
     # Counts once per step, in any number of passes.
     marked = torch.where(found, step, last), times + (found & (last < step))
-    marks[:, :4] = torch.cat(marked, dim=1)
+    marks[:, : core.MARK_SQUARES] = torch.cat(marked, dim=1)
 
 
 def _by_parameter(marks: Tensor, numbers: Iterable[int], values: Tensor) -> Tensor:
