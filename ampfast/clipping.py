@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampfast import gradients
 from ampfast.backends import Choice, torch_ops
-from ampfast.backends.core import CLIP_EPSILON, Clip, Factor, Pass, is_scalar
+from ampfast.backends.core import Clip, Factor, Pass, is_scalar
 from ampfast.backends.core import share_memory as lists_share_memory
 from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
 from ampfast.backends.torch_ops import TensorList, p_norm
@@ -113,7 +113,7 @@ def measure(
         found = _joint(terms, device) if flag is None else flag
         coefficient.copy_(_coefficient(norm.to(coefficient.dtype), limit(norm, found)))
         if divisor is not None and scale is not None:
-            divisor.copy_(scale.detach().reshape(()) / moved(coefficient, scale.device))
+            torch_ops.set_divisor(divisor, scale, coefficient)
     if flag is not None:
         _set_all(terms, flag)
     return norm if place == device else moved(norm, place), coefficient
@@ -121,7 +121,7 @@ def measure(
 
 def _coefficient(norm: Tensor, limit: Tensor) -> Tensor:
     """Clip coefficient of a limit that is a tensor, NaN if nothing is known yet."""
-    clipped = (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    clipped = torch_ops.clip_coefficient(norm, limit)
     # Limits are of norms in float32.
     clipped = torch.where((norm.float() <= limit) | limit.isnan(), 1.0, clipped)
     # As by a limit that is a number: the norm of finite gradients has overflowed.

@@ -468,12 +468,21 @@ def clip(clip: Clip) -> None:
         coefficient = torch.ones_like(wide)  # inf / inf would be NaN
     else:
         # A number over a tensor would be a reciprocal and a product, rounded twice.
-        coefficient = (torch.full_like(wide, clip.max_norm) / (wide + CLIP_EPSILON)).clamp(max=1.0)
+        coefficient = clip_coefficient(wide, torch.full_like(wide, clip.max_norm))
     if clip.coefficient is not None:
         clip.coefficient.copy_(coefficient)
     if clip.divisor is not None and clip.scale is not None:
-        scale = clip.scale.detach().reshape(())
-        clip.divisor.copy_(scale / moved(coefficient, scale.device))
+        set_divisor(clip.divisor, clip.scale, coefficient)
+
+
+def clip_coefficient(norm: Tensor, limit: Tensor) -> Tensor:
+    """Returns torch's coefficient of a clipping, at most 1."""
+    return (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
+def set_divisor(divisor: Tensor, scale: Tensor, coefficient: Tensor) -> None:
+    """Writes the scale over a coefficient, by which an optimizer clips as it divides."""
+    divisor.copy_(scale.detach().reshape(()) / moved(coefficient, scale.device))
 
 
 def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
