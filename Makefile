@@ -112,8 +112,8 @@ coverage: build/built  ## measure which lines of ampfast/ the tests run
 hostile: build/built  ## stress tests: sanitizers, threads, failing allocations, damaged states, interrupts
 	$(RUN) tests/hostile $(ARGS)
 
-mutants: build/built  ## mutation tests of the state machine and master weights
-	$(RUN) tests/mutation $(ARGS)
+mutants: build/built  ## change ampfast line by line: which changes does no test notice?
+	$(RUN) tools/mutants.py $(ARGS)
 
 gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: measure what decides, test, sanitize, benchmark
 	$(RUN) tests/gpu $(ARGS)
