@@ -50,7 +50,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Makes a difference only where a scale moves from a GPU to the CPU.": [
         ("Follower.bind", "self._state = self._floats()", "nothing", 1),
     ],
-    "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
+    "Makes a difference on a GPU only: tests/gpu/test_gpu_companions.py.": [
         (
             "_follow",
             "masters[param] = weight.detach().to(param.device).requires_grad_()",
