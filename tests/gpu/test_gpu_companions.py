@@ -8,26 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import A_WHILE, MAKERS, flag, kernels_of, no_syncs, side_stream
+from gpu_support import A_WHILE, MAKERS, flag, no_syncs
 from support.comparison import assert_same
-from support.kernel_calls import grads_of, run_check
-from support.scale_model import (
-    FACTORS,
-    POLICIES,
-    ScaleModel,
-    assert_state,
-    conclude,
-    propose,
-    random_peaks,
-    random_steps,
-)
 from support.scalers import TorchScaler
 from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, parameters
 
 import ampfast
 from ampfast import GradScaler, LateScheduler
-from ampfast.backends.core import Update
-from ampfast.loss_scale import LossScale
 
 pytestmark = pytest.mark.gpu
 
@@ -99,106 +86,28 @@ def test_sync_free_continues_as_torch_fused(
         assert_same(free.observe(), twin.observe(), f"step {seed}")
 
 
-@pytest.mark.parametrize("replays", [False, True])
-def test_the_schedule_advances_while_the_device_is_busy(
-    device: torch.device, backend: str, replays: bool
-) -> None:
-    """By the step before; a captured one writes its flag where the next replay does."""
+def test_the_schedule_advances_while_the_device_is_busy(device: torch.device, backend: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(1000, device=device))
     parameter.grad = torch.ones(1000, device=device)
     optimizer, scaler = MAKERS["capturable_adam"]([parameter]), GradScaler(backend=backend)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     scheduler, loss = LateScheduler(schedule, scaler, optimizer), torch.ones((), device=device)
-
-    def step() -> None:
-        scaler.scale(loss)
-        scaler.step(optimizer)
-        scaler.update()
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    if replays:
-        with torch.cuda.graph(graph):
-            step()
-            with pytest.raises(RuntimeError, match="call it after the replay"):
-                scheduler.step()
+    scaler.scale(loss)
     skipped, not_waited_for = (0, 3, 4, 7), set()
     for number in range(10):
         parameter.grad.fill_(math.inf if number in skipped else 1.0)
         # The first two allocate and compile.
-        is_warm = number > 1 and not replays
+        is_warm = number > 1
         if is_warm:
             torch.cuda.synchronize()
             torch.cuda._sleep(A_WHILE)
         with no_syncs() if is_warm else contextlib.nullcontext():
-            graph.replay() if replays else step()
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
         if is_warm and not torch.cuda.current_stream().query():
             not_waited_for.add(number in skipped)
     # A busy host may be late itself, but not each time.
-    assert replays or not_waited_for == {False, True}, "the host waits for steps"
+    assert not_waited_for == {False, True}, "the host waits for steps"
     scheduler.flush()
     assert scheduler.last_epoch == 10 - len(skipped)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_scale_policies_over_random_steps(backend: str, device: torch.device, policy: str) -> None:
-    kernels = kernels_of(backend, device)
-    model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    kept = LossScale(model.limits)
-    words = kept.words_on(device)
-    scale, tracker = flag(model.scale, device), torch.full((), 1, dtype=torch.int32, device=device)
-    finite = grads_of([torch.ones(3, device=device)])
-    infinite = grads_of([torch.full((3,), math.inf, device=device)])
-    peaks = random_peaks(1100, model.limits)
-    for turn, (found, norm) in enumerate(random_steps(1100, len(policy), spikes=True)):
-        peak = peaks[turn]
-        riding = turn % 2 == 0 and peak is None
-        norm = None if riding else norm
-        given = None if norm is None else flag(norm, device)
-        overflows = riding and found == 1
-        flags = [] if overflows else [flag(found, device)]
-        update = Update(scale, tracker, flags, *FACTORS, words, given)
-        propose(kept, update, peak)
-        if riding:
-            ending = kernels.ending(update)
-            run_check(kernels, infinite if overflows else finite, ending=ending)
-        else:
-            kernels.update(update)
-        conclude(kept)
-        model.update(found, norm, peak or 0.0)
-    assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
-    assert_state(kept, model)
-
-
-def test_replayed_steps_are_marked_and_counted(backend: str, device: torch.device) -> None:
-    scaler = GradScaler(backend=backend, track="overflow", init_scale=8.0)
-    param = torch.nn.Parameter(torch.ones(1000, device=device))
-    values = torch.ones(1000, device=device)
-    loss = torch.ones((), device=device)
-    param.grad = torch.ones_like(param)
-    optimizer = MAKERS["capturable_adam"]([param])
-
-    def iteration() -> None:
-        scaler.scale(loss)
-        param.grad.copy_(values)
-        scaler.step(optimizer)
-        scaler.update()
-
-    with side_stream():
-        for _ in range(3):
-            iteration()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration()
-    done = int(scaler.stats().steps)
-    for step, value in enumerate((1.0, math.inf, 2.0**-20, math.nan, math.inf), start=done):
-        values[7] = value
-        graph.replay()
-        report = scaler.overflow_report()
-        if not math.isfinite(value):
-            kind = "nan" if math.isnan(value) else "inf"
-            assert [(p.step, p.kind) for p in report.parameters] == [(step, kind)]
-    [total] = scaler.overflow_report().totals
-    assert (total.infinities, total.nans) == (2, 1)
-    assert (scaler.stats().steps, scaler.stats().skipped) == (done + 5, 3)

@@ -88,22 +88,6 @@ def test_one_launch_for_any_number_of_tensors_of_a_dtype(
         assert_counts(counted(call), kernels=expected)
 
 
-@pytest.mark.usefixtures("profiler")
-@pytest.mark.parametrize("tensors", [3, 5_000])
-def test_replays_copy_nothing(backend: str, device: torch.device, tensors: int) -> None:
-    kernels = kernels_of(backend, device)
-    memory = torch.full((2 * tensors,), 8.0, device=device)
-    grads = grads_of(list(memory.split(2)))
-    inverse, found = flag(0.5, device), flag(0.0, device)
-    run_unscale(kernels, grads, inverse, is_scale=False, found_inf=found)
-    graph, before = torch.cuda.CUDAGraph(), _C.uploads()
-    with torch.cuda.graph(graph):
-        run_unscale(kernels, grads, inverse, is_scale=False, found_inf=found)
-    assert _C.uploads() == before
-    assert_counts(counted(graph.replay), kernels=1)
-    assert len({*memory.tolist()}) == 1 and found.item() == 0.0
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"track": "overflow"}, {"track": "norms"}, {"skip_above": 1e6}], ids=str
 )

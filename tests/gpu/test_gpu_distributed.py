@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from gpu_support import Twin, no_syncs, side_stream
 from support.comparison import assert_same
-from support.gradients import make_gradient
-from support.scalers import TorchScaler
-from support.twins import small_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tracing import counted, why_profiler_is_blind
 
 from ampfast import GradScaler
@@ -89,34 +84,3 @@ def test_a_group_of_one_changes_nothing(
     if reason := why_profiler_is_blind():
         pytest.skip(reason)
     assert not counted(lambda: sides[2].iterate(way)).syncs
-
-
-@pytest.mark.parametrize("offloads", [False, True], ids=["on_the_gpu", "offloaded"])
-def test_fully_shard(backend: str, device: torch.device, mesh: DeviceMesh, offloads: bool) -> None:
-    policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offloads else {}
-    sharded: Any = fully_shard(small_model().to(device), mesh=mesh, **policy)
-    sides: list[tuple[Any, Any, Any]] = [
-        (model, torch.optim.AdamW(model.parameters(), lr=0.1), scaler)
-        for model, scaler in (
-            (sharded, GradScaler(backend=backend, **SETTINGS)),
-            (small_model().to(device), TorchScaler(**SETTINGS)),
-        )
-    ]
-    for seed, bad in enumerate(BAD):
-        seen = []
-        for model, optimizer, scaler in sides:
-            optimizer.zero_grad()
-            inputs = make_gradient("every_other", seed=seed)[:, :8].to(device)
-            if bad is not None:
-                inputs[0, 0] = bad
-            scaler.scale(model(inputs).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            params = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-            seen.append((scaler.get_scale(), [p.detach().cpu() for p in params]))
-        assert seen[0][0] == seen[1][0]
-        if offloads:
-            # Arithmetic of the CPU, not of the GPU.
-            torch.testing.assert_close(seen[0][1], seen[1][1])
-        else:
-            assert_same(seen[0][1], seen[1][1], f"step {seed}")

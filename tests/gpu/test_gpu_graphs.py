@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gpu_support import A_WHILE, Twin, flag, kernels_of, no_syncs, side_stream
-from support.captures import OPTIMIZERS, SETTINGS, SKIPPABLE, Training
+from gpu_support import A_WHILE, flag, kernels_of, no_syncs, side_stream
+from support.captures import BAD_AT, OPTIMIZERS, SETTINGS, SKIPPABLE, Training
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
@@ -48,7 +47,7 @@ def test_replays_are_as_torchs_eager_steps(
 ) -> None:
     if captured != "backward" and kind in SKIPPABLE and not HAS_NODES:
         pytest.skip("steps are skipped by conditional nodes: torch 2.12 or newer, CUDA")
-    ours, theirs = trainings(backend, kind, device)
+    ours, theirs = trainings(backend, kind, device, track="overflow")
     if captured != "step":
         ours.optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
@@ -68,6 +67,8 @@ def test_replays_are_as_torchs_eager_steps(
             ours.step(together)
         theirs.iterate(iteration)
         assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+    assert ours.scaler.stats().skipped == len(BAD_AT)
+    assert {p.step for p in ours.scaler.overflow_report().parameters} == {BAD_AT[-1]}
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -165,26 +166,6 @@ def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
     for grads, reference in zip(lists, expected, strict=True):
         assert_same([g.cpu() for g in grads], reference)
     assert torch.stack(found).tolist() == [float(seed % 3 == 0) for seed in range(45)] * 2
-
-
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_streams_change_between_steps(backend: str, device: torch.device, kind: str) -> None:
-    arguments = {"init_scale": 2.0**10, "growth_interval": 2}
-    scalers = GradScaler(backend=backend, **arguments), TorchScaler(**arguments)
-    ours, theirs = (Twin(scaler, kind, device) for scaler in scalers)
-    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    chance = random.Random(9)
-    last = streams[0]
-    for iteration in range(12):
-        stream = chance.choice(streams)
-        stream.wait_stream(last)
-        last = stream
-        with torch.cuda.stream(stream):
-            for twin in (ours, theirs):
-                twin.feed(iteration, torch.inf if iteration % 4 == 3 else None, anew=True)
-                twin.iterate()
-    torch.cuda.synchronize()
-    assert_same(ours.observe(), theirs.observe())
 
 
 Refused = tuple[Callable[[Training, torch.device], object], str]

@@ -14,7 +14,7 @@ from gpu_support import flag, kernels_of
 from support.comparison import BITS, FLOATS, assert_same
 from support.gradients import make_gradient
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
-from support.kernel_parity import inverse_of, wide
+from support.kernel_parity import inverse_of
 from support.tracking_reference import check_random_lists, check_times, marked, track_for
 
 from ampfast.backends.core import Update
@@ -71,22 +71,6 @@ def test_all_values_of_16_bits(
             run_unscale(kernels, grads, flag(factor, device), is_scale=is_scale, track=track)
             assert_same(ours.cpu(), expected, f"in {views} views")
             assert track is None or marked(track) == (~expected.isfinite()).tolist()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_coefficient_multiplies_unscaled_values(
-    backend: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    grads = [make_gradient("long", dtype, seed).to(device) for seed in range(3)]
-    grads.append(make_gradient("short", dtype).to(device))
-    factor, coefficient, expected = flag(1 / 3, device), wide(0.7, device), []
-    for grad in grads:
-        values = grad if dtype is torch.float64 else grad.float()
-        unscaled = (values * factor.to(values.dtype)).to(dtype).to(values.dtype)
-        expected.append((unscaled * coefficient.to(values.dtype)).to(dtype))
-    how: Any = {"is_scale": False, "coefficient": coefficient}
-    assert run_unscale(kernels_of(backend, device), grads_of(grads), factor, **how).item() == 0.0
-    assert_same(grads, expected, "gradients")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

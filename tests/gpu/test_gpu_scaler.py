@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 from typing import Any
 
 import pytest
 import torch
-from gpu_support import Twin, flag, kernels_of
+from gpu_support import Twin
 from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient, sgd_with
 from support.optimizers import OPTIMIZERS
-from support.scale_model import Rule, random_norms
 from support.scalers import TorchScaler
 
 import ampfast
 from ampfast import GradScaler, Sigmas
-from ampfast.backends import cpu
-from ampfast.backends.core import Clip
 
 pytestmark = pytest.mark.gpu
 
@@ -91,44 +87,6 @@ def test_all_dtypes_in_all_places(
         scale = scale if bad is None else scale / 2
         assert scaler.get_scale() == scale
     assert ours.optimizers[0].steps == (7 if kind == "quiet_fused" else 4)
-
-
-@pytest.mark.parametrize("largest", [False, True])
-def test_the_coefficient_is_that_of_the_cpu(
-    backend: str, device: torch.device, largest: bool
-) -> None:
-    kernels = kernels_of(backend, device)
-    for rows, limit, dtype in itertools.product(
-        (
-            [(25.0, 4.0)],
-            [(1 / 3, 0.5), (1e-7, 3e-4), (1e9, 3e4), (0.0, 0.0), (7.0, 2.0)],
-            [(math.inf, math.inf), (math.nan, math.nan)],
-        ),
-        (0.0, 1e-3, 1.0, math.inf),
-        (torch.float32, torch.float64),
-    ):
-        written = []
-        for place, each in ((torch.device("cpu"), cpu), (device, kernels)):
-            norm = torch.zeros((), dtype=dtype, device=place)
-            coefficient = torch.zeros((), dtype=torch.float64, device=place)
-            scale, divisor = flag(3.0, place), flag(3.0, place)
-            sums = torch.tensor(rows, dtype=torch.float64, device=place)
-            each.clip(Clip(sums, limit, largest, norm, coefficient, scale, divisor))
-            written.append([norm.cpu(), coefficient.cpu(), divisor.cpu()])
-        assert_same(written[1], written[0], f"{rows} {limit}")
-
-
-def test_spikes_follow_the_rule(backend: str, device: torch.device) -> None:
-    rule, kernels = Rule(Sigmas(2.0, 5)), kernels_of(backend, device)
-    words = rule.words().to(device)
-    for norm in random_norms(300, seed=2):
-        rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64, device=device)
-        written, coefficient = torch.zeros((), device=device), torch.zeros_like(rows[0, 0])
-        found = torch.zeros((), device=device)
-        kernels.clip(Clip(rows, 1.0, True, written, coefficient, None, None, found, 2.0, words))
-        assert found.item() == rule.flag(norm)
-    rule.assert_are(words.cpu())
-    assert rule.restarts
 
 
 @pytest.mark.parametrize("clips", [False, True])
