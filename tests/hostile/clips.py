@@ -38,8 +38,6 @@ class Case(NamedTuple):
     order: float
     fused: bool
     in_place: bool
-    split: bool
-    enabled: bool
     backend: str
     seed: int
 
@@ -60,19 +58,9 @@ class Divider(torch.optim.SGD):
 def draw(seed: int) -> Case:
     rng = random.Random(seed)
     dtypes = (rng.choice(FLOATS),) if rng.random() < 0.7 else FLOATS[:2]
-    fused = rng.random() < 0.5
-    return Case(
-        dtypes,
-        rng.choice(SCALES),
-        rng.choice(LIMITS),
-        rng.choice(ORDERS),
-        fused,
-        not fused or rng.random() < 0.4,
-        rng.random() < 0.1,
-        rng.random() < 0.9,
-        rng.choice(["cpu", "cpu", "aten"]),
-        seed,
-    )
+    fused, drawn = rng.random() < 0.5, map(rng.choice, (SCALES, LIMITS, ORDERS))
+    in_place, backend = not fused or rng.random() < 0.4, rng.choice(["cpu", "cpu", "aten"])
+    return Case(dtypes, *drawn, fused, in_place, backend, seed)
 
 
 def draw_gradients(case: Case) -> list[torch.Tensor]:
@@ -97,7 +85,7 @@ def draw_gradients(case: Case) -> list[torch.Tensor]:
         gradients.append(made.repeat_interleave(2)[::2] if strided else made)
     if rng.random() < 0.1:
         gradients[0].zero_()
-    if case.enabled and rng.random() < 0.15:
+    if rng.random() < 0.15:
         gradients[-1][-1] = rng.choice([INF, -INF, math.nan])
     return gradients
 
@@ -157,33 +145,24 @@ def fault(case: Case) -> str | None:
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    lists = [parameters[:1], parameters[1:]] if case.split else [parameters]
     # torch's fused SGD leaves most of a 16-bit parameter unchanged on a CPU.
     kind = Divider if case.fused and case.dtypes[0].itemsize == 2 else torch.optim.SGD
-    optimizers = [kind(some, lr=1.0, fused=case.fused) for some in lists if some]
-    scaler = started(
-        GradScaler, case.scale, backend=case.backend, allow_fp16=True, enabled=case.enabled
-    )
-    norm = scaler.clip_grad_norm_(optimizers, case.limit, case.order, in_place=case.in_place)
+    optimizer = kind(parameters, lr=1.0, fused=case.fused)
+    scaler: Any = started(GradScaler, case.scale, backend=case.backend, allow_fp16=True)
+    norm = scaler.clip_grad_norm_(optimizer, case.limit, case.order, in_place=case.in_place)
     clipped = [g.clone() for g in gradients]
-    for optimizer in optimizers:
-        scaler.step(optimizer)
+    scaler.step(optimizer)
 
-    scale = case.scale if case.enabled else 1.0
-    plain = unscaled(before, scale)
-    found = case.enabled and any(scaler.found_inf(o).item() != 0 for o in optimizers)
-    moved = [p.detach() for p in parameters]
+    plain, moved = unscaled(before, case.scale), [p.detach() for p in parameters]
+    overflows = any(not g.isfinite().all() for g in plain)
     if any(not p.isfinite().all() for p in moved):
         return "not finite: a parameter"
-    if found:
-        if any(p.any() for p in moved):
-            return "a skipped step moved a parameter"
-        is_right = any(not g.isfinite().all() for g in plain)
-        return None if is_right else "finite gradients, but the step was skipped"
-    if any(not g.isfinite().all() for g in plain):
-        return "infinite gradients, but the step was taken"
+    if scaler.step_skipped(optimizer) is not overflows:
+        return f"overflow: {overflows}, which does not decide on the step"
+    if overflows:
+        return "a skipped step moved a parameter" if any(p.any() for p in moved) else None
 
-    inverse = inverse_of(scale)
+    inverse = inverse_of(case.scale)
     wide = [torch.promote_types(g.dtype, torch.float32) for g in before]
     exact = [long(g.to(w) * inverse.to(w)) for g, w in zip(before, wide, strict=True)]
     tolerance = WIDE_TOLERANCE if set(wide) == {torch.float64} else TOLERANCE
@@ -196,7 +175,7 @@ def fault(case: Case) -> str | None:
     quotient = np.longdouble(case.limit) / (long(norm) + np.longdouble(1e-6))
     coefficient = 1.0 if case.limit == INF else float(min(quotient, np.longdouble(1)))
     for index, values in enumerate(plain):
-        if case.in_place or not case.enabled:
+        if case.in_place:
             wanted = values if coefficient == 1.0 else written(values, coefficient)
             # Sum, quotient and product are rounded to float64.
             allowed = 0 if coefficient == 1.0 else 3 if values.dtype is torch.float64 else 1
@@ -208,7 +187,7 @@ def fault(case: Case) -> str | None:
         if not torch.equal(clipped[index], before[index]):
             return f"gradient {index} was written with in_place=False"
         with np.errstate(over="ignore", divide="ignore"):
-            divisor = np.float32(np.float64(scale) / np.float64(coefficient))
+            divisor = np.float32(np.float64(case.scale) / np.float64(coefficient))
         stepped, info = -long(moved[index]), torch.finfo(values.dtype)
         wanted_step = long(before[index]) / np.longdouble(divisor)
         slack = np.abs(wanted_step) * max(4 * info.eps, 1e-6) + 2 * info.smallest_normal * info.eps
