@@ -1,4 +1,4 @@
-"""Master weights, `sync_free_`, `LateScheduler`, scale policies, marks and health on a GPU."""
+"""Master weights, `sync_free_`, `LateScheduler` and scale policies on a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import A_WHILE, MAKERS, flag, no_syncs
+from gpu_support import A_WHILE, MAKERS, flag, kernels_of, no_syncs
 from support.comparison import assert_same
+from support.scale_model import (
+    FACTORS,
+    POLICIES,
+    ScaleModel,
+    assert_state,
+    conclude,
+    propose,
+    random_peaks,
+    random_steps,
+)
 from support.scalers import TorchScaler
 from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, parameters
 
 import ampfast
 from ampfast import GradScaler, LateScheduler
+from ampfast.backends.core import Update
+from ampfast.loss_scale import LossScale
 
 pytestmark = pytest.mark.gpu
 
@@ -111,3 +123,21 @@ def test_the_schedule_advances_while_the_device_is_busy(device: torch.device, ba
     assert not_waited_for == {False, True}, "the host waits for steps"
     scheduler.flush()
     assert scheduler.last_epoch == 10 - len(skipped)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scale_policies_over_random_steps(backend: str, device: torch.device, policy: str) -> None:
+    kernels, model = kernels_of(backend, device), ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    kept = LossScale(model.limits)
+    words, scale = kept.words_on(device), flag(model.scale, device)
+    tracker = torch.full((), 1, dtype=torch.int32, device=device)
+    peaks, steps = random_peaks(1100, model.limits), random_steps(1100, len(policy), spikes=True)
+    for peak, (found, norm) in zip(peaks, steps, strict=True):
+        given = None if norm is None else flag(norm, device)
+        update = Update(scale, tracker, [flag(found, device)], *FACTORS, words, given)
+        propose(kept, update, peak)
+        kernels.update(update)
+        conclude(kept)
+        model.update(found, norm, peak or 0.0)
+    assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+    assert_state(kept, model)
