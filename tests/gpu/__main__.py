@@ -28,7 +28,8 @@ COMMIT = "AMPFAST_COMMIT"
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 BACKENDS = ("triton", "cuda")
 # By what they prove.
-FIRST_TESTS = ("streams", "graphs", "costs", "parity", "scaler")
+FIRST_TESTS = ("graphs", "costs", "parity", "scaler")
+INFO = [sys.executable, "-m", "ampfast", "info"]
 FACTS = """
 import json, torch
 name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -47,7 +48,7 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
         results: Committed copy of the benchmarks' results.
         out: Folder of the results.
         rehearses: Whether this is without a GPU, with torch's ops on the CPU for its kernels,
-            without a build and a profiler, and with tests that are only collected.
+            without a build, and with tests that are only collected.
     """
     environment = {"AMPFAST_REHEARSE": "1" if rehearses else ""}
     python = sys.executable
@@ -58,18 +59,16 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
     pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
     sanitizer = [tool("compute-sanitizer"), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
-    profiler = [tool("ncu"), "--kernel-name", r"regex:ampfast_|multi_tensor"]
-    for section in ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats"):
-        profiler += ["--section", section]
     if rehearses:
         build.append("--dry-run")
         pytest += ["--collect-only", "--quiet"]
-        profiler = []
     # NCCL hangs rather than fails, so its file comes last.
     order = [HERE / f"test_gpu_{name}.py" for name in FIRST_TESTS]
     last = HERE / "test_gpu_distributed.py"
     order += [path for path in sorted(HERE.glob("test_*.py")) if path not in (*order, last)]
     tests = [path.relative_to(ROOT).as_posix() for path in (*order, last)]
+    files = [tests] if rehearses else [[name] for name in tests]
+    smoke = [[python, "tests/gpu/smoke.py", name] for name in BACKENDS]
     sound = dict(environment)
 
     def leave_out(codes: list[int | None]) -> None:
@@ -79,9 +78,9 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
 
     def checked(name: str, seconds: float, **more: str) -> Part:
         command = [*([] if rehearses else [*sanitizer, "--tool", name]), python]
-        summary = "ERROR SUMMARY|RACECHECK SUMMARY|wrong"
-        modes = [*command, "tests/gpu/modes.py"]
-        return Part(name, [modes], seconds, {**environment, **more}, summary=summary)
+        every = [[*command, "tests/gpu/smoke.py", backend, "0"] for backend in BACKENDS]
+        summary = "ERROR SUMMARY|RACECHECK SUMMARY|lists as"
+        return Part(name, every, seconds, {**environment, **more}, summary=summary)
 
     def measuring(name: str, subjects: str, seconds: float) -> Part:
         """Benchmarks whose results are written to `name`.json after each of their jobs."""
@@ -101,33 +100,13 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
         return Part(name, [command], seconds, sound, after=keep, **more)
 
     return [
-        Part(
-            "build",
-            [build, [python, "tests/gpu/built.py"]],
-            200,
-            {**environment, "MAKEFLAGS": ""},
-            vital=True,
-        ),
+        Part("build", [build, INFO], 200, {**environment, "MAKEFLAGS": ""}, vital=True),
         Part("compile", [[python, "tests/gpu/precompile.py"]], 90, environment),
-        Part(
-            "smoke",
-            [[python, "tests/gpu/smoke.py", name] for name in BACKENDS],
-            90,
-            environment,
-            at_once=len(BACKENDS),
-            after=leave_out,
-        ),
+        Part("smoke", smoke, 90, environment, at_once=len(BACKENDS), after=leave_out),
         measuring("decisive", "decisive", 110),
-        Part(
-            "gpu",
-            [[*pytest, *names] for names in ([tests] if rehearses else [[n] for n in tests])],
-            200,
-            environment,
-            at_once=4,
-        ),
+        Part("gpu", [[*pytest, *names] for names in files], 200, environment, at_once=4),
         checked("memcheck", 100, PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
         checked("racecheck", 80),
-        Part("ncu", [[*profiler, python, "tests/gpu/profiled.py"]], 40, environment),
         measuring("bench", "kernels,steps", 300),
     ]
 
@@ -135,11 +114,7 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
 def tool(name: str) -> str:
     """Path of a tool of CUDA, on the PATH or beside the compiler."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    compiler = shutil.which("nvcc")
-    if compiler is not None:
-        homes.append(str(Path(compiler).resolve().parents[1]))
-    folders = [f"{home}/bin" for home in homes if home]
-    folders += [f"{home}/{name}" for home in homes if home]
+    folders = [f"{home}/{folder}" for home in homes if home for folder in ("bin", name)]
     path = os.pathsep.join([os.environ.get("PATH", ""), *folders])
     return shutil.which(name, path=path) or name
 

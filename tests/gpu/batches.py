@@ -7,47 +7,22 @@ shows in a flag and a write shows in a comparison. One comparison serves a whole
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from gpu_support import flag
-from support.comparison import BITS, FLOATS
+from support.comparison import BITS, FLOATS, assert_same
 from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import inverse_of
 
 from ampfast.backends import core
 
 ALIGNMENT = 16
+KINDS = ("normal", "wide", "bits")
 
-
-@dataclass
-class Batch:
-    """Positions of the views of each list.
-
-    Attributes:
-        spans: By dtype, (list, begin, elements) of each view, in order of memory.
-        sizes: Elements of the whole memory by dtype.
-        lists: Number of lists.
-    """
-
-    spans: dict[torch.dtype, list[tuple[int, int, int]]] = field(default_factory=dict)
-    sizes: dict[torch.dtype, int] = field(default_factory=dict)
-    lists: int = 0
-
-    def add(self, views: Iterable[tuple[torch.dtype, int, int]]) -> None:
-        """Adds a list of views, each with dtype, gap before it and length in elements."""
-        for dtype, gap, count in views:
-            begin = self.sizes.get(dtype, 0) + gap
-            self.spans.setdefault(dtype, []).append((self.lists, begin, count))
-            self.sizes[dtype] = begin + count
-        self.lists += 1
-
-    def close(self) -> None:
-        """Leaves a gap behind the last views."""
-        for dtype in self.sizes:
-            self.sizes[dtype] += ALIGNMENT
+# Of each list the views: dtype, gap in front and length, in elements.
+Batch = list[list[tuple[torch.dtype, int, int]]]
+Lists = list[list[torch.Tensor]]
 
 
 def window(dtype: torch.dtype) -> int:
@@ -57,39 +32,32 @@ def window(dtype: torch.dtype) -> int:
 def random_batch(seed: int, lists: int) -> Batch:
     """Lists of one to six views of one to three dtypes, at any offset."""
     chance = random.Random(seed)
-    batch = Batch()
+    batch: Batch = []
     for _ in range(lists):
         dtypes = chance.sample(FLOATS, chance.choice((1, 1, 2, 3)))
-        views = []
+        batch.append([])
         for _ in range(chance.randint(1, 6)):
             dtype = chance.choice(dtypes)
             one = window(dtype)
             near = chance.choice((one, one, 2 * one, 3 * one)) + chance.randint(-9, 9)
             count = chance.choice((near, chance.randint(1, 40), chance.randint(1, 2 * one)))
-            views.append((dtype, chance.randint(1, 2 * ALIGNMENT), count))
-        batch.add(views)
-    batch.close()
+            batch[-1].append((dtype, chance.randint(1, 2 * ALIGNMENT), count))
     return batch
 
 
 def every_offset_batch(dtype: torch.dtype) -> Batch:
     """One view per list: small sizes and those around a window, at every offset within 16 bytes."""
-    one = window(dtype)
-    per_vector = ALIGNMENT // dtype.itemsize
+    one, per_vector = window(dtype), ALIGNMENT // dtype.itemsize
     sizes = [*range(1, 2 * per_vector + 2)]
     for windows in (1, 2):
         sizes += range(windows * one - per_vector - 1, windows * one + per_vector + 2)
-    batch = Batch()
+    batch, end = [], 0
     for size in sizes:
         for offset in range(per_vector):
-            end = batch.sizes.get(dtype, 0)
             gap = 1 + (offset - end - 1) % per_vector
-            batch.add([(dtype, gap, size)])
-    batch.close()
+            batch.append([(dtype, gap, size)])
+            end += gap + size
     return batch
-
-
-KINDS = ("normal", "wide", "bits")
 
 
 def values(
@@ -106,101 +74,42 @@ def values(
     return drawn if kind == "bits" else torch.where(drawn.isfinite(), drawn, 1.5)
 
 
-class Memory:
-    """Memory of a batch on a device: views, gaps and values."""
+def views_of(memory: dict[torch.dtype, torch.Tensor], batch: Batch) -> Lists:
+    """Views of each list, dtype by dtype."""
+    ends, lists = dict.fromkeys(memory, 0), []
+    for spans in batch:
+        views = []
+        for dtype, gap, count in spans:
+            begin = ends[dtype] + gap
+            ends[dtype] = begin + count
+            views.append(memory[dtype][begin : begin + count])
+        lists.append(sorted(views, key=lambda view: FLOATS.index(view.dtype)))
+    return lists
 
-    def __init__(self, batch: Batch, kind: str, seed: int, device: torch.device) -> None:
-        self.batch = batch
-        self.device = device
-        generator = torch.Generator(device).manual_seed(seed)
-        chance = random.Random(seed)
-        self.tensors: dict[torch.dtype, torch.Tensor] = {}
-        self._where: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        for dtype, spans in batch.spans.items():
-            size = batch.sizes[dtype]
-            places = [
-                torch.tensor(column, dtype=torch.int64, device=device)
-                for column in (
-                    [number for number, _, _ in spans],
-                    [begin for _, begin, _ in spans],
-                    [begin + count for _, begin, count in spans],
-                )
-            ]
-            self._where[dtype] = tuple(places)
-            edges = torch.zeros(size + 1, dtype=torch.int64, device=device)
-            edges.index_add_(0, places[1], torch.ones_like(places[1]))
-            edges.index_add_(0, places[2], -torch.ones_like(places[2]))
-            inside = edges.cumsum(0)[:size] > 0
-            memory = torch.where(inside, values(dtype, size, kind, generator, device), torch.inf)
-            bad = [span for span in spans if chance.random() < 0.2]
-            if bad:
-                at = [
-                    begin + chance.choice((0, count - 1, chance.randrange(count)))
-                    for _, begin, count in bad
-                ]
-                what = [chance.choice((torch.inf, -torch.inf, torch.nan)) for _ in bad]
-                memory[torch.tensor(at, device=device)] = torch.tensor(
-                    what, dtype=torch.float64
-                ).to(device, dtype)
-            self.tensors[dtype] = memory
 
-    def copy(self) -> Memory:
-        copy = object.__new__(Memory)
-        copy.batch, copy.device, copy._where = self.batch, self.device, self._where
-        copy.tensors = {dtype: tensor.clone() for dtype, tensor in self.tensors.items()}
-        return copy
+def non_finite(lists: Lists, divisor: torch.Tensor | None = None) -> torch.Tensor:
+    """For each list, whether one of its values, or quotients, is not finite."""
 
-    def lists(self) -> list[list[torch.Tensor]]:
-        """Views of each list, dtype by dtype."""
-        lists: list[list[torch.Tensor]] = [[] for _ in range(self.batch.lists)]
-        for dtype, spans in self.batch.spans.items():
-            memory = self.tensors[dtype]
-            for number, begin, count in spans:
-                lists[number].append(memory[begin : begin + count])
-        return lists
+    def is_bad(view: torch.Tensor) -> torch.Tensor:
+        if divisor is not None:
+            wide = view if view.dtype is torch.float64 else view.float()
+            view = wide / divisor.to(wide.dtype)
+        return ~view.isfinite().all()
 
-    def found(self, divisor: torch.Tensor | None = None) -> torch.Tensor:
-        """For each list, whether one of its values, or quotients, is not finite."""
-        found = torch.zeros(self.batch.lists, dtype=torch.int64, device=self.device)
-        for dtype, (numbers, begins, ends) in self._where.items():
-            memory = self.tensors[dtype]
-            if divisor is not None:
-                wide = memory if dtype is torch.float64 else memory.float()
-                memory = wide / divisor.to(wide.dtype)
-            bad = torch.zeros(memory.numel() + 1, dtype=torch.int64, device=self.device)
-            torch.cumsum(~memory.isfinite(), 0, out=bad[1:])
-            found.index_add_(0, numbers, bad[ends] - bad[begins])
-        return (found > 0).float()
+    return torch.stack([torch.stack([*map(is_bad, views)]).any() for views in lists]).float()
 
-    def differences(self, other: Memory) -> torch.Tensor:
-        """Number of elements that differ, on the device; all NaNs are equal."""
-        total = torch.zeros((), dtype=torch.int64, device=self.device)
-        for dtype, ours in self.tensors.items():
-            theirs = other.tensors[dtype]
-            same = ours.view(BITS[dtype]) == theirs.view(BITS[dtype])
-            total += (~(same | (ours.isnan() & theirs.isnan()))).sum()
-        return total
 
-    def unscale_with_torch_(self, inverse: float) -> torch.Tensor:
-        """Applies torch's op to every list; returns its flags.
-
-        On the CPU if torch has no kernel for a dtype on this device.
-        """
-        found = torch.zeros(self.batch.lists, dtype=torch.float32, device=self.device)
-        flags = list(found.unbind())
-        for dtype, spans in self.batch.spans.items():
-            on_cpu = dtype is torch.bfloat16
-            place = torch.device("cpu") if on_cpu else self.device
-            memory = self.tensors[dtype].to(place)
-            factor = flag(inverse, place)
-            by_list: dict[int, list[torch.Tensor]] = {}
-            for number, begin, count in spans:
-                by_list.setdefault(number, []).append(memory[begin : begin + count])
-            for number, views in by_list.items():
-                scratch = torch.zeros((), device=place) if on_cpu else flags[number]
-                torch._amp_foreach_non_finite_check_and_unscale_(views, scratch, factor)
-            self.tensors[dtype].copy_(memory)
-        return found
+def unscale_with_torch_(views: list[torch.Tensor], inverse: float) -> torch.Tensor:
+    """torch's op, on the CPU for the dtype that it does not take on a GPU; returns its flag."""
+    found, factor = flag(0.0, views[0].device), flag(inverse, views[0].device)
+    for view in views:
+        if view.dtype is torch.bfloat16:
+            there, scratch = view.to("cpu", copy=True), torch.zeros(())
+            torch._amp_foreach_non_finite_check_and_unscale_([there], scratch, factor.cpu())
+            view.copy_(there)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_([view], found, factor)
+    return found
 
 
 def run_batch(
@@ -214,23 +123,37 @@ def run_batch(
     seed: int,
 ) -> None:
     """Checks and unscales every list of a batch and compares all of its memory with torch's."""
-    ours = Memory(batch, kind, seed, device)
-    theirs = ours.copy()
     where = f"seed {seed}, {kind}, factor {factor!r}, is_scale {is_scale}"
+    generator, chance = torch.Generator(device).manual_seed(seed), random.Random(seed)
+    ours: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in {dtype for spans in batch for dtype, _, _ in spans}:
+        size = sum(gap + count for spans in batch for each, gap, count in spans if each is dtype)
+        ours[dtype] = torch.full((size + ALIGNMENT,), torch.inf, dtype=dtype, device=device)
+    lists = views_of(ours, batch)
+    for view in (view for views in lists for view in views):
+        view.copy_(values(view.dtype, view.numel(), kind, generator, device))
+        if chance.random() < 0.2:
+            at = chance.choice((0, view.numel() - 1, chance.randrange(view.numel())))
+            view[at] = chance.choice((torch.inf, -torch.inf, torch.nan))
+    theirs = {dtype: memory.clone() for dtype, memory in ours.items()}
+    references, grads, scalar = (
+        views_of(theirs, batch),
+        [*map(grads_of, lists)],
+        flag(factor, device),
+    )
 
-    lists = [grads_of(views) for views in ours.lists()]
-    scalar = flag(factor, device)
-    raw = torch.stack([run_check(kernels, grads) for grads in lists])
-    divided = torch.stack([run_check(kernels, grads, scalar) for grads in lists])
-    assert int(ours.differences(theirs)) == 0, f"a check wrote: {where}"
-    assert torch.equal(raw, theirs.found()), f"check: {where}"
-    assert torch.equal(divided, theirs.found(scalar)), f"check of quotients: {where}"
+    raw = torch.stack([run_check(kernels, each) for each in grads])
+    divided = torch.stack([run_check(kernels, each, scalar) for each in grads])
+    assert_same(ours, theirs, f"written by a check: {where}")
+    assert torch.equal(raw, non_finite(references)), f"check: {where}"
+    assert torch.equal(divided, non_finite(references, scalar)), f"check of quotients: {where}"
 
-    found = [run_unscale(kernels, grads, scalar, is_scale=is_scale) for grads in lists]
-    torch_found = theirs.unscale_with_torch_(inverse_of(factor) if is_scale else factor)
-    assert int(ours.differences(theirs)) == 0, f"unscale: {where}"
-    expected = theirs.found()
+    found = [run_unscale(kernels, each, scalar, is_scale=is_scale) for each in grads]
+    inverse = inverse_of(factor) if is_scale else factor
+    torch_found = torch.stack([unscale_with_torch_(views, inverse) for views in references])
+    assert_same(ours, theirs, f"unscale: {where}")
+    expected = non_finite(references)
     assert torch.equal(torch.stack(found), expected), f"flags: {where}"
     # torch judges float64 as float32, and all values before it multiplies them.
-    if torch.float64 not in batch.spans:
+    if torch.float64 not in ours:
         assert bool((expected >= torch_found).all()), f"torch's flags: {where}"

@@ -52,3 +52,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason := unavailable_reason(request.param):
         pytest.skip(reason)
     return request.param
+
+
+@pytest.fixture(params=(*BACKENDS, "aten"))
+def any_backend(request: pytest.FixtureRequest) -> str:
+    """Name of a backend: one with kernels, or that of GPUs without kernels."""
+    if request.param in BACKENDS and (reason := unavailable_reason(request.param)):
+        pytest.skip(reason)
+    return request.param

@@ -1,4 +1,4 @@
-"""Helpers of the GPU tests: devices, kernels, twins of a training loop."""
+"""Helpers of the GPU tests: devices, kernels, and training loops of two kinds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from support.comparison import assert_same
 from support.gradients import make_gradient
 from support.optimizers import OPTIMIZERS
 from support.reference_launcher import ReferenceLauncher
-from support.scalers import TorchScaler
 
-from ampfast import GradScaler, backends
+from ampfast import backends
 from ampfast.backends import torch_ops
 from ampfast.backends.gpu import DeviceKernels
 
 BACKENDS = ("triton", "cuda")
-GIB = 2**30
 # By `python tests/gpu --rehearse`: torch's ops on the CPU stand in for the kernels of a GPU.
 REHEARSES = bool(os.environ.get("AMPFAST_REHEARSE"))
+# Cycles, long enough for the host to queue the rest.
+A_WHILE = 400_000_000
 
 
 def gpu() -> torch.device:
@@ -51,14 +50,6 @@ def flag(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def require_memory(gibibytes: float) -> str:
-    """Reason why a test of this size cannot run, or an empty text."""
-    free, _ = torch.cuda.mem_get_info()
-    if free < gibibytes * GIB:
-        return f"needs {gibibytes:g} GiB of free memory, there are {free / GIB:.1f}"
-    return ""
-
-
 @contextlib.contextmanager
 def no_syncs() -> Iterator[None]:
     """Makes torch raise at any synchronization."""
@@ -68,6 +59,16 @@ def no_syncs() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def side_stream() -> Iterator[None]:
+    """Another stream between two waits, as the warm-up of a capture needs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class Quiet:
@@ -89,134 +90,99 @@ class QuietFused(Quiet):
     __module__ = "torch.optim.quiet"
 
 
+MAKERS: dict[str, Callable[..., Any]] = {
+    **OPTIMIZERS,
+    "quiet": Quiet,
+    "quiet_fused": QuietFused,
+    "capturable_sgd": lambda params: torch.optim.SGD(params, lr=0.25, fused=True),
+    "capturable_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True, capturable=True),
+}
 LAYOUTS = ("long", "contiguous", "transposed", "channels_last", "scalar", "short", "empty")
 
 
 class Twin:
-    """A scaler with parameters on a device, whose gradients are drawn from a seed.
+    """A scaler with parameters of all layouts, whose gradients are drawn from a seed.
 
-    Two twins that get the same calls must stay equal bit for bit, whatever their scalers' types.
+    Twins that get the same calls must stay equal bit for bit, whatever their scalers' types.
     """
 
     def __init__(
         self,
-        scaler_type: type[TorchScaler],
-        kind: str | Callable[..., Any],
+        scaler: Any,
+        kind: str,
         device: torch.device,
         *,
-        dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
         optimizers: int = 1,
         places: Sequence[torch.device] = (),
         loss_on: torch.device | None = None,
-        **arguments: Any,
     ) -> None:
-        make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
-        self.places = places or (device,)
-        self.scaler: Any = scaler_type((loss_on or device).type, **arguments)
+        self.scaler = scaler
         self.loss = torch.ones((), device=loss_on or device)
-        self.scaler.scale(self.loss)
-        self.params = []
-        self.optimizers: list[Any] = []
+        self.norm = torch.zeros((), device=device)
+        scaler.scale(self.loss)
+        self.params: list[list[torch.Tensor]] = []
         for o in range(optimizers):
-            params = []
-            for i, layout in enumerate(LAYOUTS):
-                dtype = dtypes[i % len(dtypes)]
-                value = make_gradient(layout, dtype, 1000 * o + i)
-                # Strides are kept, since the fused kernels walk over memory.
-                value = value.to(self.places[i % len(self.places)])
-                params.append(torch.nn.Parameter(value))
-            self.params.append(params)
-            self.optimizers.append(make(params))
-        self.returned: list[Any] = []
-
-    def backward(self, seed: int, o: int = 0, bad: float | None = None, add: bool = False) -> None:
-        """Gradients of a scaled loss; with `add`, accumulated."""
-        scale = self.scaler._scale
-        for i, (p, unscaled) in enumerate(zip(self.params[o], self.unscaled(seed, o), strict=True)):
-            grad = unscaled * scale.to(p.device, p.dtype)
-            if bad is not None and i == seed % 4:
-                grad[(0,) * grad.dim()] = bad
-            if add and p.grad is not None:
-                p.grad = p.grad + grad
-            else:
-                p.grad = grad
+            values = [
+                make_gradient(layout, dtypes[i % len(dtypes)], 1000 * o + i)
+                for i, layout in enumerate(LAYOUTS)
+            ]
+            # Strides are kept, since the fused kernels walk over memory.
+            on = [(places or (device,))[i % (len(places) or 1)] for i in range(len(LAYOUTS))]
+            self.params.append(
+                [torch.nn.Parameter(v.to(place)) for v, place in zip(values, on, strict=True)]
+            )
+        self.optimizers = [MAKERS[kind](params) for params in self.params]
 
     def unscaled(self, seed: int, o: int = 0) -> list[torch.Tensor]:
-        """Gradients of `backward` without the scale."""
+        """Gradients of `feed` without the scale."""
         return [
             make_gradient(layout, p.dtype, 7919 * seed + 31 * o + i).to(p.device)
             for i, (layout, p) in enumerate(zip(LAYOUTS, self.params[o], strict=True))
         ]
 
-    def step(self, o: int = 0, *, clip: bool = False) -> None:
-        optimizer = self.optimizers[o]
-        if clip:
-            self.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(
-                [p for p in self.params[o] if p.dtype is self.params[o][0].dtype], 0.5
-            )
-        self.returned.append(self.scaler.step(optimizer))
+    def feed(self, seed: int, bad: float | None = None, o: int = 0, anew: bool = False) -> None:
+        """Gradients of a scaled loss, in the memory of the last ones unless `anew`."""
+        scale = self.scaler._scale
+        for i, (p, unscaled) in enumerate(zip(self.params[o], self.unscaled(seed, o), strict=True)):
+            grad = unscaled * scale.to(p.device, p.dtype)
+            if bad is not None and i == seed % 4:
+                grad[(0,) * grad.dim()] = bad
+            if p.grad is None or anew:
+                p.grad = grad
+            else:
+                p.grad.copy_(grad)
 
-    def finish(self, *, together: bool = False) -> None:
-        """Ends the iteration, with `step_and_update` if `together` and available."""
-        if together and hasattr(self.scaler, "step_and_update"):
-            self.returned += self.scaler.step_and_update(self.optimizers[-1])
+    def step(self, way: str = "step", o: int = -1) -> None:
+        """Steps one optimizer; with "together" the scale is updated, too."""
+        scaler, optimizer = self.scaler, self.optimizers[o]
+        if way == "unscale":
+            scaler.unscale_(optimizer)
+            first = [p for p in self.params[o] if p.dtype is self.params[o][0].dtype]
+            torch.nn.utils.clip_grad_norm_(first, 0.5)
+        elif way in ("clip", "defer"):
+            self.norm.copy_(scaler.clip_grad_norm_(optimizer, 1.0, in_place=way == "clip"))
+        if way == "together" and hasattr(scaler, "step_and_update"):
+            scaler.step_and_update(optimizer)
             return
-        if together:
-            self.step(len(self.optimizers) - 1)
-        self.scaler.update()
+        scaler.step(optimizer)
+        if way == "together":
+            scaler.update()
+
+    def iterate(self, way: str = "step") -> None:
+        """Scales a loss, steps and updates the scale."""
+        self.scaler.scale(self.loss)
+        self.step(way)
+        if way != "together":
+            self.scaler.update()
 
     def observe(self) -> dict[str, Any]:
         return {
             "parameters": [[p.detach() for p in params] for params in self.params],
             "gradients": [[p.grad for p in params] for params in self.params],
             "states": [optimizer.state_dict() for optimizer in self.optimizers],
+            "norm": self.norm,
             "scale": self.scaler._scale,
             "tracker": self.scaler._growth_tracker,
             "state_dict": self.scaler.state_dict(),
-            "returned": self.returned,
         }
-
-
-def twins(
-    backend: str, kind: str | Callable[..., Any], device: torch.device, **arguments: Any
-) -> tuple[Twin, Twin]:
-    """Returns ours and torch's."""
-    return (
-        Twin(GradScaler, kind, device, backend=backend, **arguments),
-        Twin(TorchScaler, kind, device, **arguments),
-    )
-
-
-def assert_trains_as_without_scaler(
-    ours: Twin, kind: str, bad: Sequence[float | None], *, together: bool = False
-) -> None:
-    """Trains where torch's scaler would read a flag on the CPU before it arrives from the GPU.
-
-    Scales are powers of two, so the optimizer gives the same bits without a scaler.
-    """
-    params = [torch.nn.Parameter(p.detach().clone()) for p in ours.params[0]]
-    optimizer = OPTIMIZERS[kind](params)
-    scale, tracker = ours.scaler.get_scale(), 0
-    for iteration, planted in enumerate(bad):
-        ours.backward(iteration, bad=planted)
-        if not together:
-            ours.step()
-        ours.finish(together=together)
-        if planted is None:
-            for p, grad in zip(params, ours.unscaled(iteration), strict=True):
-                p.grad = grad
-            optimizer.step()
-            tracker += 1
-            if tracker == ours.scaler.get_growth_interval():
-                scale, tracker = 2 * scale, 0
-        else:
-            scale, tracker = scale / 2, 0
-        where = f"parameters after iteration {iteration}"
-        assert_same([p.detach() for p in ours.params[0]], [p.detach() for p in params], where)
-        assert ours.scaler.get_scale() == scale
-        assert ours.scaler.step_skipped(ours.optimizers[0]) is (planted is not None)
-
-
-def assert_twins_same(ours: Twin, theirs: Twin, where: str = "twin") -> None:
-    assert_same(ours.observe(), theirs.observe(), where)

@@ -21,7 +21,9 @@ MARGIN_SECONDS = 15
 # What is shown of a log.
 MOST_LINES, WIDTH = 15, 200
 UNAVAILABLE = "Device not supported|ERR_NVGPUCTRPERM"
-DETAILS = r"^(FAILED|ERROR|WRONG|skipped|left out|stopped)\b|\bExit: "
+DETAILS = (
+    r"^(FAILED|ERROR|WRONG|skipped|left out|stopped)\b|\bExit: |AddressSanitizer|runtime error:"
+)
 
 
 @dataclass

@@ -1,40 +1,78 @@
-"""Parity of one backend with torch's op, in seconds: `python tests/gpu/smoke.py triton`."""
+"""Parity of one backend with torch's op, in seconds: `python tests/gpu/smoke.py triton`.
+
+`python tests/gpu/smoke.py triton 0` runs every mode of every kernel once, for compute-sanitizer.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
+import torch  # noqa: E402
 from batches import KINDS, random_batch, run_batch  # noqa: E402
-from gpu_support import REHEARSES, gpu, kernels_of, unavailable_reason  # noqa: E402
+from epilogues import epilogues  # noqa: E402
+from gpu_support import REHEARSES, flag, gpu, kernels_of, unavailable_reason  # noqa: E402
+from support.kernel_calls import grads_of, run_unscale  # noqa: E402
+from support.kernel_parity import wide  # noqa: E402
+from support.tracking_reference import check_random_lists, check_times  # noqa: E402
 
 # Time for random lists, behind what the first of them compiles.
-SECONDS = 0.0 if REHEARSES else 5.0
-LISTS = 40
+SECONDS = 5.0
+LISTS, FEW_LISTS = 40, 4
 
 
-def main(backend: str) -> int:
+def run_pairs(kernels: Any, device: torch.device) -> None:
+    """16-bit gradients widened to float32, divided, multiplied and rounded back."""
+    for dtype, shift in itertools.product((torch.float16, torch.bfloat16), (0, 1)):
+        halves = [
+            torch.full((n + shift,), 8.0, dtype=dtype, device=device)[shift:] for n in (5, 9_000)
+        ]
+        floats = [torch.zeros(half.numel() + shift, device=device)[shift:] for half in halves]
+        pairs, scale = grads_of(halves, floats), flag(4.0, device)
+        for coefficient in (None, wide(1.0, device)):
+            run_unscale(kernels, pairs, scale, is_scale=True, coefficient=coefficient)
+        kernels.narrow(pairs, flag(0.0, device))
+        same = [bool((each == 2).all()) for each in (*floats, *halves)]
+        assert all(same), f"pairs of {dtype}, shifted by {shift}: {same}"
+
+
+def run_modes(kernels: Any, device: torch.device) -> None:
+    """Norms and marks of every pass, updates behind checks, and pairs."""
+    check_random_lists(kernels, device, range(8))
+    check_times(kernels, device, 9_000)
+    wrong, expected, state = epilogues(kernels, device, 9_000, 60, 20, (2.0, 0.5, 3))
+    assert not wrong and state == expected, f"{wrong} wrong updates, {state} for {expected}"
+    run_pairs(kernels, device)
+
+
+def main(backend: str, seconds: float) -> int:
+    """Returns 0 if all is right."""
     if reason := unavailable_reason(backend):
         print(f"WRONG {reason}")
         return 1
     device, begin, seed = gpu(), time.monotonic(), 0
+    lists = LISTS if seconds else FEW_LISTS
     kernels = kernels_of(backend, device)
-    while seed < len(KINDS) or time.monotonic() < begin + SECONDS:
-        batch = random_batch(seed, LISTS)
-        arguments = {"kind": KINDS[seed % len(KINDS)], "factor": 1 / 3, "is_scale": seed % 2 == 1}
-        try:
-            run_batch(kernels, batch, device, seed=seed, **arguments)
-        except Exception as error:
-            print(f"WRONG {backend}: {error}")
-            return 1
-        seed += 1
-    print(f"{backend}: {seed * LISTS} lists as torch's in {time.monotonic() - begin:.1f} s")
+    try:
+        while seed < len(KINDS) or time.monotonic() < begin + seconds:
+            arguments: Any = {"kind": KINDS[seed % len(KINDS)], "is_scale": seed % 2 == 1}
+            batch = random_batch(seed, lists)
+            run_batch(kernels, batch, device, seed=seed, factor=1 / 3, **arguments)
+            seed += 1
+        if not seconds:
+            run_modes(kernels, device)
+    except Exception as error:
+        print(f"WRONG {backend}: {type(error).__name__}: {error}")
+        return 1
+    print(f"{backend}: {seed * lists} lists as torch's in {time.monotonic() - begin:.1f} s")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else SECONDS * (not REHEARSES)))

@@ -78,9 +78,8 @@ def run_here(width: int) -> Tally:
     return tally
 
 
-def run_in_process(environment: dict[str, str], width: int) -> Tally:
+def run_in_process(environment: dict[str, str], width: int, tally: Tally) -> None:
     """The same in a process with that environment, which may crash."""
-    tally = Tally("failing allocations")
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", __file__, "--here", str(width)],
@@ -90,32 +89,28 @@ def run_in_process(environment: dict[str, str], width: int) -> Tally:
         check=False,
     )
     if done.returncode == 0:
-        vars(tally).update(json.loads(done.stdout.splitlines()[-1]))
+        found = Tally(**json.loads(done.stdout.splitlines()[-1]))
+        tally.count += found.count
+        tally.failures += found.failures
     else:
         tally.count += 1
         places = [line for line in done.stderr.splitlines() if "/ampfast/" in line]
         tally.fail(f"ended with {done.returncode} at {' '.join(places[:1]) or done.stderr[-300:]}")
-    return tally
 
 
 def run(width: float, seed: int = 0) -> Tally:
     """Lets allocations of Python, C and C++ fail."""
-    environments: list[dict[str, str]] = []
+    tally = Tally("failing allocations")
     if importlib.util.find_spec("_testcapi") is None:
         print("Python's allocations: no _testcapi here")
     else:
-        environments.append({})
+        run_in_process({}, int(width), tally)
     library = shim(Path(__file__).parents[2] / "build" / "hostile")
     if library is None:
         print("allocations of C and C++: no compiler or glibc here")
     else:
-        environments.append({SHIM: "1", "LD_PRELOAD": str(library)})
-    total = Tally("failing allocations")
-    for environment in environments:
-        part = run_in_process(environment, int(width))
-        total.count += part.count
-        total.failures += part.failures
-    return total
+        run_in_process({SHIM: "1", "LD_PRELOAD": str(library)}, int(width), tally)
+    return tally
 
 
 if __name__ == "__main__":

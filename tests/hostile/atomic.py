@@ -79,36 +79,14 @@ class Rig:
 Call = Callable[[Rig], Any]
 
 
-def unscale(rig: Rig) -> None:
-    rig.scaler.unscale_(rig.optimizer)
-
-
-def step(rig: Rig) -> None:
-    rig.scaler.step(rig.optimizer)
-
-
-def update(rig: Rig) -> None:
-    rig.scaler.update()
-
-
-def set_scale(rig: Rig) -> None:
-    rig.scaler.update(3.0)
-
-
-def step_and_update(rig: Rig) -> None:
-    rig.scaler.step_and_update(rig.optimizer)
-
-
 def clip(order: float, in_place: bool = True) -> Call:
     return lambda rig: rig.scaler.clip_grad_norm_(rig.optimizer, 1.0, order, in_place=in_place)
 
 
-def norm(rig: Rig) -> None:
-    rig.scaler.grad_norm(rig.optimizer)
-
-
-def load(rig: Rig) -> None:
-    rig.scaler.load_state_dict({**rig.scaler.state_dict(), "scale": 4.0})
+unscale: Call = lambda rig: rig.scaler.unscale_(rig.optimizer)  # noqa: E731
+step: Call = lambda rig: rig.scaler.step(rig.optimizer)  # noqa: E731
+update: Call = lambda rig: rig.scaler.update()  # noqa: E731
+together: Call = lambda rig: rig.scaler.step_and_update(rig.optimizer)  # noqa: E731
 
 
 class Scenario(NamedTuple):
@@ -117,45 +95,45 @@ class Scenario(NamedTuple):
     Attributes:
         name: Shown in failures.
         call: Interrupted call.
+        finish: Following calls.
         fused: Whether the optimizer divides by `grad_scale`.
         before: Preceding calls, undisturbed.
         ways: Calls whose outcome is also valid, besides none and all of `call`.
-        finish: Following calls.
     """
 
     name: str
     call: Call
+    finish: tuple[Call, ...] = (step, update)
     fused: bool = False
     before: tuple[Call, ...] = ()
-    ways: tuple[tuple[Call, ...], ...] = ()
-    finish: tuple[Call, ...] = (step, update)
+    ways: tuple[Call, ...] = ()
 
 
-UNSCALED = ((unscale,),)
 SCENARIOS = (
     Scenario("unscale_", unscale),
     Scenario("clip_grad_norm_", clip(2.0)),
-    Scenario("clip_grad_norm_(inf)", clip(torch.inf)),
     Scenario("clip_grad_norm_(3)", clip(3.0)),
     Scenario("clip_grad_norm_(fused)", clip(2.0, in_place=False), fused=True),
-    Scenario("clip_grad_norm_(3, fused)", clip(3.0, in_place=False), fused=True),
-    Scenario("grad_norm", norm),
-    Scenario("step", step, ways=UNSCALED, finish=(update,)),
-    Scenario("step after unscale_", step, before=(unscale,), finish=(update,)),
-    Scenario("step(fused)", step, fused=True, finish=(update,)),
-    Scenario("step(fused) after clip", step, True, (clip(2.0, False),), finish=(update,)),
-    Scenario("update", update, before=(step,), finish=()),
-    Scenario("update(new_scale)", set_scale, before=(step,), finish=()),
-    Scenario("step_and_update", step_and_update, ways=(*UNSCALED, (step,)), finish=()),
-    Scenario("step_and_update(fused)", step_and_update, True, ways=((step,),), finish=()),
-    Scenario("load_state_dict", load),
+    Scenario("grad_norm", lambda rig: rig.scaler.grad_norm(rig.optimizer)),
+    Scenario("step", step, (update,), ways=(unscale,)),
+    Scenario("step after unscale_", step, (update,), before=(unscale,)),
+    Scenario("step(fused)", step, (update,), True),
+    Scenario("step(fused) after clip", step, (update,), True, (clip(2.0, False),)),
+    Scenario("update", update, (), before=(step,)),
+    Scenario("update(new_scale)", lambda rig: rig.scaler.update(3.0), (), before=(step,)),
+    Scenario("step_and_update", together, (), ways=(unscale, step)),
+    Scenario("step_and_update(fused)", together, (), True, ways=(step,)),
+    Scenario(
+        "load_state_dict",
+        lambda rig: rig.scaler.load_state_dict({**rig.scaler.state_dict(), "scale": 4.0}),
+    ),
 )
 
 BACKED_OFF = [torch.tensor(SCALE * BACKOFF), torch.tensor(0, dtype=torch.int32)]
 Fault = Callable[[int], AbstractContextManager[Any]]
 
 
-def arranged(scenario: Scenario, calls: tuple[Call, ...], arguments: dict[str, Any]) -> Rig:
+def arranged(scenario: Scenario, arguments: dict[str, Any], *calls: Call) -> Rig:
     rig = Rig(scenario.fused, **arguments)
     for call in (*scenario.before, *calls):
         call(rig)
@@ -167,21 +145,21 @@ class Trials:
 
     def __init__(self, scenario: Scenario, **arguments: Any) -> None:
         self.scenario, self.arguments = scenario, arguments
-        ways = ((scenario.call,), *scenario.ways)
-        self._right = [self._after(()), *map(self._after, ways)]
-        self._finished = [self._after((*way, *scenario.finish)) for way in ways]
+        ways = (scenario.call, *scenario.ways)
+        self._right = [self._after(), *map(self._after, ways)]
+        self._finished = [self._after(way, *scenario.finish) for way in ways]
         # Clipping may be interrupted between its division and its multiplication.
-        divided = [] if scenario.before else [self._after((unscale,))]
+        divided = [] if scenario.before else [self._after(unscale)]
         ends = [*self._right, *self._finished, *divided]
         self._values = [end["gradients and stage"][0] for end in ends]
 
-    def _after(self, calls: tuple[Call, ...]) -> dict[str, Any]:
-        return arranged(self.scenario, calls, self.arguments).observe()
+    def _after(self, *calls: Call) -> dict[str, Any]:
+        return arranged(self.scenario, self.arguments, *calls).observe()
 
     def run(self, fault: Fault, point: int) -> tuple[bool, list[str]]:
         """Interrupts the call at one point; returns whether it was interrupted, and errors."""
         scenario = self.scenario
-        rig = arranged(scenario, (), self.arguments)
+        rig = arranged(scenario, self.arguments)
         try:
             with fault(point):
                 scenario.call(rig)

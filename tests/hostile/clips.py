@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from support.clipping_reference import inverse_of, ordered_bits, unscaled
+from support.clipping_reference import (
+    clip_by_hand,
+    coefficient_of,
+    exact_norm,
+    inverse_of,
+    ulps,
+    unscaled,
+)
 from support.comparison import FLOATS
 from support.scalers import started
 from tally import Tally, main
@@ -38,8 +45,6 @@ class Case(NamedTuple):
     order: float
     fused: bool
     in_place: bool
-    split: bool
-    enabled: bool
     backend: str
     seed: int
 
@@ -60,19 +65,9 @@ class Divider(torch.optim.SGD):
 def draw(seed: int) -> Case:
     rng = random.Random(seed)
     dtypes = (rng.choice(FLOATS),) if rng.random() < 0.7 else FLOATS[:2]
-    fused = rng.random() < 0.5
-    return Case(
-        dtypes,
-        rng.choice(SCALES),
-        rng.choice(LIMITS),
-        rng.choice(ORDERS),
-        fused,
-        not fused or rng.random() < 0.4,
-        rng.random() < 0.1,
-        rng.random() < 0.9,
-        rng.choice(["cpu", "cpu", "aten"]),
-        seed,
-    )
+    fused, drawn = rng.random() < 0.5, map(rng.choice, (SCALES, LIMITS, ORDERS))
+    in_place, backend = not fused or rng.random() < 0.4, rng.choice(["cpu", "cpu", "aten"])
+    return Case(dtypes, *drawn, fused, in_place, backend, seed)
 
 
 def draw_gradients(case: Case) -> list[torch.Tensor]:
@@ -97,57 +92,27 @@ def draw_gradients(case: Case) -> list[torch.Tensor]:
         gradients.append(made.repeat_interleave(2)[::2] if strided else made)
     if rng.random() < 0.1:
         gradients[0].zero_()
-    if case.enabled and rng.random() < 0.15:
+    if rng.random() < 0.15:
         gradients[-1][-1] = rng.choice([INF, -INF, math.nan])
     return gradients
 
 
-def long(tensor: torch.Tensor) -> Any:
-    """Long double values, exact for every float64."""
-    return tensor.detach().double().numpy().astype(np.longdouble)
-
-
-def long_norm(values: list[Any], order: float) -> tuple[Any, Any]:
-    """Norm, and the sum of powers behind it."""
-    magnitudes = np.abs(np.concatenate([np.zeros(1, np.longdouble), *values]))
-    if order == INF:
-        return magnitudes.max(), np.longdouble(1)
-    total = (magnitudes**order).sum()
-    return total ** (np.longdouble(1) / order), total
-
-
-def norm_fault(
-    norm: torch.Tensor, choices: list[list[Any]], order: float, tolerance: float
-) -> str | None:
-    """Compares a norm with that of each list of values; returns the error, if any."""
-    faults = []
-    for values in choices:
-        exact, total = long_norm(values, order)
-        ours, info = norm.item(), torch.finfo(norm.dtype)
-        slack = exact * tolerance + 4 * info.smallest_normal * info.eps
-        if total < LEAST_SUM:
-            rounded_up = total + 2 * sum(v.size for v in values) * SMALLEST
-            right = 0 <= ours <= rounded_up ** (1 / np.longdouble(order)) + slack
-        elif ours == INF:
-            right = total > MOST_SUM or exact + slack >= info.max
-        else:
-            right = total <= MOST_SUM * 1.01 and abs(ours - exact) <= slack
-        if right:
-            return None
-        faults.append(f"norm {ours}, exact {exact}")
-    return faults[0]
-
-
-def written(values: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Products rounded in opmath, then to the gradient's dtype."""
-    opmath = torch.promote_types(values.dtype, torch.float32)
-    factor = torch.tensor(coefficient, dtype=torch.float64).to(opmath)
-    kind = np.float32 if opmath is torch.float32 else np.float64
-    return torch.from_numpy((long(values) * long(factor)).astype(kind)).to(values.dtype)
-
-
-def ulps(ours: torch.Tensor, exact: torch.Tensor) -> int:
-    return int((ordered_bits(ours) - ordered_bits(exact)).abs().max())
+def norm_fault(norm: torch.Tensor, exact: float, case: Case, elements: int, wide: bool) -> str:
+    """Compares a norm with the exact one; returns the error, or an empty text."""
+    info, ours = torch.finfo(norm.dtype), norm.item()
+    order, most = (1.0, INF) if case.order == INF else (case.order, MOST_SUM)
+    total = np.longdouble(1) if case.order == INF else np.longdouble(exact) ** order
+    if case.backend == "aten" and not case.in_place:
+        # Of the gradients as they are; the root is divided.
+        most /= max(np.longdouble(case.scale), 1) ** order
+    slack = exact * (WIDE_TOLERANCE if wide else TOLERANCE) + 4 * info.smallest_normal * info.eps
+    if total < LEAST_SUM:
+        right = 0 <= ours <= (total + 2 * elements * SMALLEST) ** (1 / np.longdouble(order)) + slack
+    elif ours == INF:
+        right = total > most or exact + slack >= info.max
+    else:
+        right = abs(ours - exact) <= slack
+    return "" if right else f"norm {ours}, exact {exact}"
 
 
 def fault(case: Case) -> str | None:
@@ -157,63 +122,54 @@ def fault(case: Case) -> str | None:
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    lists = [parameters[:1], parameters[1:]] if case.split else [parameters]
     # torch's fused SGD leaves most of a 16-bit parameter unchanged on a CPU.
     kind = Divider if case.fused and case.dtypes[0].itemsize == 2 else torch.optim.SGD
-    optimizers = [kind(some, lr=1.0, fused=case.fused) for some in lists if some]
-    scaler = started(
-        GradScaler, case.scale, backend=case.backend, allow_fp16=True, enabled=case.enabled
-    )
-    norm = scaler.clip_grad_norm_(optimizers, case.limit, case.order, in_place=case.in_place)
+    optimizer = kind(parameters, lr=1.0, fused=case.fused)
+    scaler: Any = started(GradScaler, case.scale, backend=case.backend, allow_fp16=True)
+    norm = scaler.clip_grad_norm_(optimizer, case.limit, case.order, in_place=case.in_place)
     clipped = [g.clone() for g in gradients]
-    for optimizer in optimizers:
-        scaler.step(optimizer)
+    scaler.step(optimizer)
 
-    scale = case.scale if case.enabled else 1.0
-    plain = unscaled(before, scale)
-    found = case.enabled and any(scaler.found_inf(o).item() != 0 for o in optimizers)
-    moved = [p.detach() for p in parameters]
+    plain, moved = unscaled(before, case.scale), [p.detach() for p in parameters]
+    overflows = any(not g.isfinite().all() for g in plain)
     if any(not p.isfinite().all() for p in moved):
         return "not finite: a parameter"
-    if found:
-        if any(p.any() for p in moved):
-            return "a skipped step moved a parameter"
-        is_right = any(not g.isfinite().all() for g in plain)
-        return None if is_right else "finite gradients, but the step was skipped"
-    if any(not g.isfinite().all() for g in plain):
-        return "infinite gradients, but the step was taken"
+    if scaler.step_skipped(optimizer) is not overflows:
+        return f"overflow: {overflows}, which does not decide on the step"
+    if overflows:
+        return "a skipped step moved a parameter" if any(p.any() for p in moved) else None
 
-    inverse = inverse_of(scale)
-    wide = [torch.promote_types(g.dtype, torch.float32) for g in before]
-    exact = [long(g.to(w) * inverse.to(w)) for g, w in zip(before, wide, strict=True)]
-    tolerance = WIDE_TOLERANCE if set(wide) == {torch.float64} else TOLERANCE
-    unrounded = [long(g) * long(inverse) for g in before]
-    choices = [exact, [*map(long, plain)], unrounded]
-    wrong = norm_fault(norm, choices, case.order, tolerance)
-    if wrong is not None:
-        return wrong
+    wide = {g.dtype for g in before} == {torch.float64}
+    elements = sum(g.numel() for g in before)
+    unrounded = [g.double() * inverse_of(case.scale).double() for g in before]
+    # Of the products, of what torch's op writes, or of exact products.
+    wrong = [
+        norm_fault(norm, exact_norm(values, by, case.order), case, elements, wide)
+        for values, by in ((before, case.scale), (plain, 1.0), (unrounded, 1.0))
+    ]
+    if all(wrong):
+        return wrong[0]
     # By the returned norm.
-    quotient = np.longdouble(case.limit) / (long(norm) + np.longdouble(1e-6))
-    coefficient = 1.0 if case.limit == INF else float(min(quotient, np.longdouble(1)))
+    coefficient = coefficient_of(norm, case.limit)
     for index, values in enumerate(plain):
-        if case.in_place or not case.enabled:
-            wanted = values if coefficient == 1.0 else written(values, coefficient)
+        if case.in_place:
+            wanted = torch.zeros_like(values)
+            wanted.grad = values.clone()
+            clip_by_hand([wanted], norm, case.limit)
             # Sum, quotient and product are rounded to float64.
             allowed = 0 if coefficient == 1.0 else 3 if values.dtype is torch.float64 else 1
-            if (distance := ulps(clipped[index], wanted)) > allowed:
+            if (distance := ulps(clipped[index], wanted.grad.double())) > allowed:
                 return f"gradient {index}: {distance} ulps off, coefficient {coefficient}"
             if not torch.equal(moved[index], -clipped[index]):
                 return f"parameter {index} is not what its gradient says"
             continue
         if not torch.equal(clipped[index], before[index]):
             return f"gradient {index} was written with in_place=False"
-        with np.errstate(over="ignore", divide="ignore"):
-            divisor = np.float32(np.float64(scale) / np.float64(coefficient))
-        stepped, info = -long(moved[index]), torch.finfo(values.dtype)
-        wanted_step = long(before[index]) / np.longdouble(divisor)
-        slack = np.abs(wanted_step) * max(4 * info.eps, 1e-6) + 2 * info.smallest_normal * info.eps
-        if (np.abs(stepped - wanted_step) > slack).any():
-            return f"parameter {index}: {stepped.flat[0]} for {wanted_step.flat[0]}"
+        divisor, info = (case.scale / coefficient).float(), torch.finfo(values.dtype)
+        step = before[index].double() / divisor.double()
+        slack = step.abs() * max(4 * info.eps, 1e-6) + 2 * info.smallest_normal * info.eps
+        if bool(((-moved[index].double() - step).abs() > slack).any()):
+            return f"parameter {index}: {-moved[index].view(-1)[0]} for {step.view(-1)[0]}"
     return None
 
 

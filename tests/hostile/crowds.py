@@ -25,13 +25,6 @@ LIST, SIZE, SCALE = 24, 40_000, 8.0
 SHARED = ("reborn",)
 
 
-def prepared(seed: int) -> tuple[Plan, list[Op], dict[str, Any]]:
-    """Random program, and its result with torch's scaler alone."""
-    plan, program = draw_program(seed)
-    program = [op for op in program if op.name not in SHARED]
-    return plan, program, played(TorchScaler, plan, program)
-
-
 def played(scaler_type: type[TorchScaler], plan: Plan, program: list[Op]) -> dict[str, Any]:
     """Runs a program; returns its result and errors."""
     world, errors = World(scaler_type, plan), []
@@ -48,13 +41,12 @@ class Crowd:
 
     def __init__(self, seconds: float, seed: int) -> None:
         self.tally = Tally("rounds of threads")
-        self.programs = [prepared(seed + number) for number in range(PROGRAMS)]
+        # With the results of torch's scaler alone.
+        self.programs = []
+        for plan, drawn in map(draw_program, range(seed, seed + PROGRAMS)):
+            program = [op for op in drawn if op.name not in SHARED]
+            self.programs.append((plan, program, played(TorchScaler, plan, program)))
         self.end = time.monotonic() + seconds
-        # Read by all, written by none.
-        self.shared = started(GradScaler, SCALE)
-        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(SIZE))], lr=1.0)
-        self.optimizer.param_groups[0]["params"][0].grad = torch.full((SIZE,), SCALE)
-        self.shared.unscale_(self.optimizer)
         self._lock = threading.Lock()
 
     def report(self, wrong: str | None) -> None:
@@ -62,13 +54,6 @@ class Crowd:
             self.tally.count += 1
             if wrong is not None:
                 self.tally.fail(wrong)
-
-    def read(self) -> str | None:
-        scaler, optimizer = self.shared, self.optimizer
-        seen = [scaler.get_scale(), scaler.stats().steps, scaler.state_dict()["scale"]]
-        seen += [scaler.found_inf(optimizer).item(), scaler.grad_norm(optimizer).item()]
-        seen.append(len(scaler.history().step))
-        return difference(seen, [SCALE, 0, SCALE, 0.0, SIZE**0.5, 0], "the shared scaler")
 
     def train(self, rng: random.Random) -> str | None:
         plan, program, expected = rng.choice(self.programs)
@@ -116,7 +101,6 @@ class Crowd:
         while time.monotonic() < self.end:
             try:
                 self.report(rng.choice(tasks)(rng))
-                self.report(self.read())
             except Exception as error:
                 self.report(f"{type(error).__name__}: {error}")
 

@@ -57,7 +57,7 @@ def signalled_after(microseconds: int) -> Iterator[None]:
 
 def duration(scenario: Scenario, arguments: dict[str, Any]) -> int:
     """Microseconds of a call."""
-    rig = arranged(scenario, (), arguments)
+    rig = arranged(scenario, arguments)
     start = time.perf_counter()
     scenario.call(rig)
     return int((time.perf_counter() - start) * 1e6)

@@ -7,9 +7,8 @@ import random
 import sys
 from typing import Any
 
-import numpy as np
 import torch
-from support.gradients import make_gradient
+from support.gradients import filled
 from support.processes import threads
 from support.program_world import Op, World
 from support.random_programs import LENGTH, OPERATIONS, VARIANTS, draw_program, first_difference
@@ -17,6 +16,13 @@ from tally import Tally, main
 
 # Other seeds than the tests use.
 FIRST = 1_000_000
+ODD = {
+    "requires_grad": lambda grad: grad.requires_grad_(),
+    "non_leaf": lambda grad: grad.requires_grad_() * 2,
+    "negative": lambda grad: grad._neg_view(),
+    "parameter": torch.nn.Parameter,
+    "view_of_one": lambda grad: torch.cat([grad[:1], grad])[1:],
+}
 
 
 class UnusualWorld(World):
@@ -36,37 +42,10 @@ class UnusualWorld(World):
     def odd_grad(self, r: int, i: int, kind: str) -> None:
         """Gives a parameter of plain layout an unusual gradient."""
         rig = self.rigs[r]
-        if rig.plan.kind.startswith("fused"):
-            return  # torch's kernels read raw memory
         p = rig.params[i % len(rig.params)]
-        if not p.numel() or p.dim() < 1:
-            return
-        grad = make_gradient("contiguous", torch.float32, i).flatten()[: p.numel()]
-        grad = grad.repeat(p.numel() // max(grad.numel(), 1) + 1)[: p.numel()]
-        grad = grad.view(p.shape).to(p.dtype)
-        if kind == "inference":
-            with torch.inference_mode():
-                grad = grad.clone()
-        elif kind == "requires_grad":
-            grad = grad.clone().requires_grad_()
-        elif kind == "non_leaf":
-            grad = grad.clone().requires_grad_() * 2
-        elif kind == "negative":
-            grad = grad._neg_view()
-        elif kind == "parameter":
-            grad = torch.nn.Parameter(grad)
-        elif kind == "view_of_one":
-            grad = torch.zeros(p.numel() + 3, dtype=p.dtype)[3:].copy_(grad.flatten()).view(p.shape)
-        p.grad = grad
-
-    def numbers(self, s: int, kind: str) -> None:
-        """Sets factors and interval to another numeric type."""
-        scaler = self.scalers[s]
-        kinds = {"numpy": np.float64, "float32": np.float32, "float": float, "int": int}
-        make: Any = kinds[kind]
-        scaler.set_growth_factor(make(3))
-        scaler.set_backoff_factor(make(1) if kind == "int" else make(0.25))
-        scaler.set_growth_interval(np.int64(1000) if kind == "numpy" else 1000)
+        # torch's fused kernels read raw memory.
+        if p.numel() and p.dim() and not rig.plan.kind.startswith("fused"):
+            p.grad = ODD[kind](filled((p.numel(),), p.dtype, i)).view(p.shape)
 
     def flag(self, s: int, r: int, value: float) -> None:
         """Replaces the flags of a checked optimizer, as some projects do."""
@@ -90,17 +69,7 @@ class UnusualWorld(World):
 
 UNUSUAL = {
     **OPERATIONS,
-    "odd_grad": (
-        6,
-        "r",
-        lambda g: (
-            g.randrange(4),
-            g.choice(
-                ["inference", "requires_grad", "non_leaf", "negative", "parameter", "view_of_one"]
-            ),
-        ),
-    ),
-    "numbers": (2, "s", lambda g: (g.choice(["numpy", "float32", "float", "int"]),)),
+    "odd_grad": (6, "r", lambda g: (g.randrange(4), g.choice([*ODD]))),
     "flag": (2, "sr", lambda g: (g.choice([0.0, 1.0]),)),
     "many_updates": (1, "s", lambda g: (g.randrange(3),)),
     "frozen": (1, "r", lambda g: (g.randrange(4),)),
@@ -117,10 +86,9 @@ def run(count: float, seed: int = 0) -> Tally:
         for number in range(FIRST + seed, FIRST + seed + -(-int(count) // LENGTH)):
             variant = random.Random(number).choice([*variants, "plain", "plain"])
             plan, program = draw_program(number, UNUSUAL)
+            given: Any = {"watch": number % 4 != 0, "world": UnusualWorld}
             with threads(2 if number % 20 == 0 else 1):
-                found = first_difference(
-                    plan, program, VARIANTS[variant], watch=number % 4 != 0, world=UnusualWorld
-                )
+                found = first_difference(plan, program, VARIANTS[variant], **given)
             tally.count += len(program)
             if found is not None:
                 tally.fail(f"seed {number}, {variant}, {plan}: {found}")

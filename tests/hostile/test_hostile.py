@@ -61,7 +61,9 @@ def test_interrupts_at_every_call(scenario: Scenario, track: str | None) -> None
 @pytest.mark.skipif(sys.gettrace() is not None, reason="a tracer allocates between statements")
 def test_failing_allocations() -> None:
     pytest.importorskip("_testcapi", reason="lets Python's allocations fail")
-    allocations.run_in_process({}, 4).require_success()
+    tally = Tally("failing allocations")
+    allocations.run_in_process({}, 4, tally)
+    tally.require_success()
 
 
 def test_sanitized_tests_exist() -> None:

@@ -1,0 +1,143 @@
+"""Master weights, `sync_free_`, `LateScheduler` and scale policies on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from gpu_support import A_WHILE, MAKERS, flag, kernels_of, no_syncs
+from support.comparison import assert_same
+from support.scale_model import (
+    FACTORS,
+    POLICIES,
+    ScaleModel,
+    assert_state,
+    conclude,
+    propose,
+    random_peaks,
+    random_steps,
+)
+from support.scalers import TorchScaler
+from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, parameters
+
+import ampfast
+from ampfast import GradScaler, LateScheduler
+from ampfast.backends.core import Update
+from ampfast.loss_scale import LossScale
+
+pytestmark = pytest.mark.gpu
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["adam", "fused_adamw", "capturable_adam", "capturable_sgd"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_master_weights_are_those_by_hand(
+    backend: str, device: torch.device, dtype: torch.dtype, kind: str
+) -> None:
+    def drawn(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes = ((64, 33), (129,), (1,), (257, 512))
+        return [torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes]
+
+    ours, theirs = ([torch.nn.Parameter(value) for value in drawn(1)] for _ in range(2))
+    masters = [torch.nn.Parameter(each.detach().float()) for each in theirs]
+    optimizer: Any = ampfast.master_weights_(MAKERS[kind](ours))
+    by_hand = MAKERS[kind](masters)
+    scaler = GradScaler(init_scale=16.0, backend=backend)
+    for step in range(8):
+        scale = scaler.scale(torch.ones((), device=device)).item()
+        grads = [16 * grad for grad in drawn(100 + step)]
+        if step == 3:
+            grads[1][5] = torch.inf
+        for param, grad in zip(ours, grads, strict=True):
+            param.grad = grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 3:
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad.float() * flag(1 / scale, device)
+            by_hand.step()
+            for master, param in zip(masters, theirs, strict=True):
+                param.data.copy_(master)
+        assert_same([p.detach() for p in ours], [p.detach() for p in theirs], f"step {step}")
+        optimizer.zero_grad()
+    found = [optimizer.master_weights[param] for param in ours]
+    assert_same(found, [master.detach() for master in masters], "master weights")
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sync_free_continues_as_torch_fused(
+    device: torch.device, kind: str, ours: bool, backend: str
+) -> None:
+    """And nothing waits behind the first step."""
+    make, defaults = KINDS[kind]
+
+    def scaler() -> Any:
+        arguments: Any = {"init_scale": 1000.0, "growth_interval": 2}
+        return GradScaler(backend=backend, **arguments) if ours else TorchScaler(**arguments)
+
+    loop = Loop(make(in_groups(parameters(device)), **defaults))
+    loop.run([None] * 3)
+    try:
+        twin = Loop(fused_twin(loop.optimizer, defaults), scaler())
+        twin.step(2)
+    except RuntimeError as error:
+        pytest.skip(f"{kind}: torch says: {error}".splitlines()[0])
+    twin = Loop(fused_twin(loop.optimizer, defaults), scaler())
+    free = Loop(ampfast.sync_free_(loop.optimizer), scaler())
+    for seed, bad in enumerate(BAD, 3):
+        twin.step(seed, bad)
+        free.draw(seed, bad)
+        with no_syncs() if ours and seed > 3 else contextlib.nullcontext():
+            free.finish()
+        assert_same(free.observe(), twin.observe(), f"step {seed}")
+
+
+def test_the_schedule_advances_while_the_device_is_busy(device: torch.device, backend: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000, device=device))
+    parameter.grad = torch.ones(1000, device=device)
+    optimizer, scaler = MAKERS["capturable_adam"]([parameter]), GradScaler(backend=backend)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scheduler, loss = LateScheduler(schedule, scaler, optimizer), torch.ones((), device=device)
+    scaler.scale(loss)
+    skipped, not_waited_for = (0, 3, 4, 7), set()
+    for number in range(10):
+        parameter.grad.fill_(math.inf if number in skipped else 1.0)
+        # The first two allocate and compile.
+        is_warm = number > 1
+        if is_warm:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(A_WHILE)
+        with no_syncs() if is_warm else contextlib.nullcontext():
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+        if is_warm and not torch.cuda.current_stream().query():
+            not_waited_for.add(number in skipped)
+    # A busy host may be late itself, but not each time.
+    assert not_waited_for == {False, True}, "the host waits for steps"
+    scheduler.flush()
+    assert scheduler.last_epoch == 10 - len(skipped)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scale_policies_over_random_steps(backend: str, device: torch.device, policy: str) -> None:
+    kernels, model = kernels_of(backend, device), ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    kept = LossScale(model.limits)
+    words, scale = kept.words_on(device), flag(model.scale, device)
+    tracker = torch.full((), 1, dtype=torch.int32, device=device)
+    peaks, steps = random_peaks(1100, model.limits), random_steps(1100, len(policy), spikes=True)
+    for peak, (found, norm) in zip(peaks, steps, strict=True):
+        given = None if norm is None else flag(norm, device)
+        update = Update(scale, tracker, [flag(found, device)], *FACTORS, words, given)
+        propose(kept, update, peak)
+        kernels.update(update)
+        conclude(kept)
+        model.update(found, norm, peak or 0.0)
+    assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+    assert_state(kept, model)
