@@ -61,7 +61,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "backward": (broken, "2", "gradient", "nan"),
     "residual": (lambda: Around(broken(), lambda m, x: x + m(x)), "2.module", "gradient", "nan"),
     "passed on": (lambda: nn.Sequential(nn.Identity(), broken()), "2.1", "gradient", "nan"),
-    "container": (lambda: chain(chain(nn.Tanh(), lambda x: x * INF)), "2.0.1", "output", "inf"),
+    "container": (lambda: chain(chain(nn.Tanh(), lambda x: x + INF)), "2.0.1", "output", "inf"),
     **{
         f"checkpointed, {where}, {again}": (
             lambda op=op, again=again: checkpointed(chain(nn.Linear(8, 8), op()), again),
