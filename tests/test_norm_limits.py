@@ -213,14 +213,6 @@ def test_checkpoints_and_copies_go_on(rule: Any) -> None:
         assert run(scaler, 14) == pytest.approx(whole[14:], nan_ok=True)
 
 
-def test_another_rule_begins_anew() -> None:
-    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
-    for rule in (Percentile(window=4), ZScore(), Percentile(window=3), ZScore()):
-        clipped(scaler, optimizer, 1.0, rule)
-        [history] = scaler.state_dict()["ampfast"]["limits"]
-        assert (len(history), history[0]) == (rule._words, 1.0)
-
-
 @pytest.mark.parametrize(
     "damaged",
     [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]], [[2.5, 1.0]], [[1e300, 1.0]]],

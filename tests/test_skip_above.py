@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import exact_norm, grads_of
-from support.comparison import FLOATS, assert_same
-from support.gradients import filled, parameter_with, sgd_with
+from support.clipping_reference import grads_of
+from support.comparison import assert_same
+from support.gradients import parameter_with, sgd_with
 from support.one_step import host_reads
 from support.reference_launcher import ReferenceLauncher
 from support.scalers import started
@@ -99,33 +99,6 @@ def test_spikes_are_skipped_as_by_the_scalers_clip(
     assert ours[:2] == [3, 4]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("scale", [8.0, 3.0, 2.0**-30])
-def test_unscaling_below_the_limit_is_unscaling(
-    dtype: torch.dtype, scale: float, backend: str
-) -> None:
-    grads = [filled((n,), dtype, n) for n in (7, 5_000, 1)]
-    ours, own = sgd_with(*grads), sgd_with(*(grad.clone() for grad in grads))
-    exact = exact_norm(grads, scale)
-    scaler, other = (
-        started(GradScaler, scale, allow_fp16=True, backend=backend, skip_above=above)
-        for above in (INF, None)
-    )
-    scaler.unscale_(ours)
-    other.unscale_(own)
-    assert_same(grads_of(ours), grads_of(own))
-    assert_same(scaler.found_inf(ours), other.found_inf(own))
-    if scaler.step_skipped(ours):
-        return  # torch's ops sum what is written
-    scaler.step(ours)
-    scaler.update()
-    [norm] = scaler.history().grad_norm.tolist()
-    # They round it to 16 bits before.
-    eps = torch.finfo(dtype).eps if backend == "aten" else 0.0
-    assert norm == pytest.approx(exact, rel=max(eps, 1e-6))
-
-
 def test_a_guard_only_reads(launcher: ReferenceLauncher) -> None:
     optimizer, guard = sgd_with(torch.ones(5)), StepGuard("cpu", skip_above=1.0)
     guard.scale(torch.ones(()))
@@ -200,23 +173,6 @@ def test_an_optimizer_with_a_scale_of_its_own() -> None:
         scaler.step(optimizer)
         assert scaler.skip_reason(optimizer) == reason
         assert torch.equal(param, torch.ones(4)) is (reason is not None)
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_irregular_gradients(sparse: bool) -> None:
-    norm = ((6.0 if sparse else 4.0) + 4 * 0.5625) ** 0.5
-    for factor, reason in ((1.01, None), (0.99, "spike")):
-        params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        params[0].grad = torch.full((4,), 8.0)
-        if sparse:  # with a duplicate
-            params[0].grad = torch.sparse_coo_tensor(
-                [[0, 0, 1, 2]], [8.0] * 4, (4,), check_invariants=True
-            )
-        params[1].grad = torch.full((8,), 6.0)[::2]
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        scaler = started(GradScaler, skip_above=norm * factor)
-        scaler.step(optimizer)
-        assert scaler.skip_reason(optimizer) == reason
 
 
 @pytest.mark.parametrize(
