@@ -124,22 +124,6 @@ def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: flo
             assert_sides_same(ours, theirs)
 
 
-def test_joint_norm_of_several_optimizers() -> None:
-    grads = [make_gradient("contiguous", dtype, seed) for seed, dtype in enumerate(FLOATS)]
-    idle = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    optimizers = [*(sgd_with(grad.clone()) for grad in grads), idle]
-    together = sgd_with(*(grad.clone() for grad in grads))
-    scaler = scaler_for(3.0)
-    norm = scaler.clip_grad_norm_(tuple(optimizers), 0.3)
-    assert_same(norm, scaler.clip_grad_norm_(together, 0.3))
-    assert norm.dtype == torch.float64
-    assert_same(grads_of(*optimizers), grads_of(together))
-    for optimizer in optimizers[:-1]:
-        assert scaler.found_inf(optimizer).item() == 0.0
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(idle)
-
-
 @pytest.mark.parametrize(
     ("fused", "in_place"), [(False, True), (True, True), (True, False)], ids=str
 )

@@ -193,9 +193,7 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], list[float], dict[str, Any] | N
         for number, structure in enumerate(
             (
                 Outputs,
-                lambda x: Outputs([x]),
                 lambda x: Batch(x=x),
-                lambda x: UserDict(x=x),
                 lambda x: [Outputs({"x": UserDict(x=x)})],
             )
         )
@@ -252,19 +250,6 @@ def test_the_gradient_of_a_loss_is_told() -> None:
     assert str(fault).endswith(
         "(gradients of its outputs not finite either: what no module computes is at fault)"
     )
-
-
-@pytest.mark.usefixtures("world")
-def test_distributed_tensors_are_read_where_they_are() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (1,))
-    model = chain(lambda x: x, lambda x: x * INF)
-    finder = ampfast.find_nonfinite(model)
-    x = torch.ones(4, requires_grad=True)
-    model(distribute_tensor(x, mesh, [Shard(0)])).sum().backward()
-    assert told(finder.report(), module="1", largest=1.0)
 
 
 def test_a_late_backward_of_a_dropped_pass_spoils_no_later_one() -> None:
@@ -327,17 +312,9 @@ def test_dtypes_and_layouts(dtype: torch.dtype, layout: Callable[[Tensor], Tenso
     finder = ampfast.find_nonfinite(model)
     model(torch.ones(4, 8, dtype=dtype))
     assert finder.report() is None
-    output = model(torch.full((4, 8), INF, dtype=dtype))
+    with torch.inference_mode():
+        output = model(torch.full((4, 8), INF, dtype=dtype))
     assert (finder.report() is None) is (output.numel() == 0)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Callable[[], Any]) -> None:
-    model = net_around(Op(lambda x: x * INF))
-    finder = ampfast.find_nonfinite(model)
-    with mode():
-        model(torch.rand(4, 8))
-    assert told(finder.report(), module="2")
 
 
 def test_tensors_in_structures_and_keywords() -> None:
@@ -382,27 +359,6 @@ def test_removed_hooks_see_nothing() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
-    """It outlives the passes, each of which wants its gradient."""
-
-    class Queries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.queries, self.times = nn.Parameter(torch.ones(8)), Op(torch.mul)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.times(self.queries, x)
-
-    model = Queries()
-    with ampfast.find_nonfinite(model) as finder:
-        for _ in range(3):
-            train(model)
-        model(torch.rand(4, 8, requires_grad=True)).sum().backward(torch.tensor(NAN))
-        assert len(model.queries._backward_hooks or {}) == 1
-        assert told(finder.report(), where="gradient", passes_ago=0)
-    assert not model.queries._backward_hooks
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_the_model_are_not_watched(copied: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
@@ -444,31 +400,6 @@ def test_nothing_is_read_on_the_host_until_asked() -> None:
     with ampfast.find_nonfinite(model) as finder:
         assert host_reads(lambda: train(model, x)) == 0
     assert finder.report() is None
-
-
-def test_tensors_are_read_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    kernels = ampfast.backends.choose().kernels_for(torch.device("cpu"))
-
-    class Counting:
-        def run(self, grads: Any, work: Any) -> Any:
-            seen.append(1)
-            return kernels.run(grads, work)
-
-    monkeypatch.setattr(ampfast.backends.Choice, "kernels_for", lambda *_: Counting())
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Identity()), nn.Linear(8, 8))
-    with ampfast.find_nonfinite(model):
-        model(torch.rand(4, 8)).square().sum().backward()
-    # The input, the outputs of two linear layers and of tanh; and their gradients.
-    assert len(seen) == 4 + 3
-
-
-@pytest.mark.slow
-def test_under_compile() -> None:
-    model = net_around(Op(lambda x: torch.exp(x * 1e4)))
-    with ampfast.find_nonfinite(model) as finder:
-        train(torch.compile(model, backend="eager"))
-    assert told(finder.report(), module="2", where="output")
 
 
 def test_what_is_no_module_is_refused() -> None:

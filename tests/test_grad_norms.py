@@ -156,19 +156,6 @@ def test_the_host_reads_nothing_until_it_asks() -> None:
     assert host_reads(lambda: take(scaler, optimizer, "step")) == 0
 
 
-def test_a_norm_that_is_only_read_is_not_kept() -> None:
-    params = parameters()
-    expected, optimizer = fill(params, 1, 8.0), KINDS["plain"](params)
-    scaler = started(GradScaler, track="norms")
-    scaler.grad_norm(optimizer)
-    scaler.clip_grad_norm_(optimizer, 0.1)
-    scaler.grad_norm(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
-    assert scaler.grad_norms().parameters[0].mean == pytest.approx(expected[0], rel=1e-6)
-
-
 def test_several_optimizers_and_a_joint_clip() -> None:
     params = parameters()
     expected = fill(params, 1, 8.0)

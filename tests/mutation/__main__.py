@@ -20,7 +20,7 @@ TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
         *("backends", "bad_input", "captured_steps", "clipping_deferred"),
-        *("clipping_states", "contract", "device_costs", "world_of_one"),
+        *("contract", "device_costs", "world_of_one"),
         *("device_hosts", "differences", "differences_fused", "differences_sgd"),
         *("clipping", "failing_collectives", "found_inf", "gradient_memory"),
         *("health", "hooks", "overflow_report", "projects", "report", "skip_above"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from originals import TORCH, is_patched
 from support.comparison import assert_same
+from support.twins import side
 from torch import nn
 
 import ampfast
@@ -120,21 +121,18 @@ def test_parts_and_arguments_of_torch() -> None:
 
 def test_a_loop_equals_our_own_clipping() -> None:
     def trained(own: bool) -> list[object]:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scaler, norms = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3), []
-        for _ in range(12):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.randn(5, 8)).square().mean()).backward()
+        run, norms = side(torch.amp.GradScaler, init_scale=2.0**127, growth_interval=3), []
+        for seed in range(12):
+            run.optimizer.zero_grad()
+            run.scaler.scale(run.loss(seed)).backward()
             if own:
-                norms.append(scaler.clip_grad_norm_(optimizer, 0.1))
+                norms.append(run.scaler.clip_grad_norm_(run.optimizer, 0.1))
             else:
-                scaler.unscale_(optimizer)
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-            scaler.step(optimizer)
-            scaler.update()
-        return [norms, [p.detach() for p in model.parameters()], scaler.state_dict()]
+                run.scaler.unscale_(run.optimizer)
+                norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        return [norms, run.observe()]
 
     with ampfast.patch(clip_grad_norm=True):
         assert TORCH["amp"] is not torch.amp.GradScaler

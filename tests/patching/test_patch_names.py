@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from originals import NAMES, TORCH, is_patched, meaning, run, snapshot
+from originals import NAMES, TORCH, is_patched, meaning, snapshot
 
 import ampfast
 
@@ -50,26 +49,6 @@ def test_every_name_of_torch_and_of_users(module: Callable[..., ModuleType]) -> 
         assert each.ours is ampfast.GradScaler
 
 
-def test_programs() -> None:
-    run(
-        """
-        import torch
-        from torch.cuda.amp import GradScaler
-        theirs = [torch.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler]
-        import ampfast, ampfast.patch
-        assert theirs == [torch.GradScaler, GradScaler, torch.cpu.amp.GradScaler]
-        assert not issubclass(torch.GradScaler, ampfast.GradScaler)
-        with ampfast.patch() as patch:
-            assert issubclass(GradScaler, ampfast.GradScaler)
-            assert "__main__.GradScaler" in patch.replaced
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-            assert issubclass(ShardedGradScaler, ampfast.ShardedGradScaler)
-        assert GradScaler is theirs[1]
-        assert not issubclass(ShardedGradScaler, ampfast.GradScaler)
-        """
-    )
-
-
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [
@@ -101,35 +80,22 @@ def test_blocks_and_calls(calls: str, expected: str) -> None:
 
 
 def test_results_are_blocks() -> None:
-    first, cls = ampfast.patch(), torch.amp.GradScaler
-    second = ampfast.patch()
-    assert torch.amp.GradScaler is cls
+    first, second = ampfast.patch(), ampfast.patch()
     assert (second.replaced, second.derived_before) == (first.replaced, first.derived_before)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    with first:
+        second.__enter__()
     assert is_patched(), "of overlapping blocks, the last one ends it"
     second.__exit__(None, None, None)
     assert not is_patched()
-    with first as entered:
+    with pytest.raises(ZeroDivisionError), first as entered:
         assert entered is first and is_patched()
         assert set(NAMES) <= set(first.replaced)
-    with pytest.raises(ZeroDivisionError), ampfast.patch(), ampfast.patch():
         raise ZeroDivisionError
     assert not is_patched()
 
 
-def test_threads_and_modules_that_change_meanwhile(module: Callable[..., ModuleType]) -> None:
-    busy, stop = module("busy"), threading.Event()
+def test_threads() -> None:
     errors: list[BaseException] = []
-
-    def change() -> None:
-        while not stop.is_set():
-            name = f"name{random.randrange(1000)}"
-            vars(busy)[name] = 1
-            vars(busy).pop(f"name{random.randrange(1000)}", None)
-            sys.modules[f"busy.{name}"] = busy
-            sys.modules.pop(f"busy.name{random.randrange(1000)}", None)
 
     def work() -> None:
         try:
@@ -142,18 +108,14 @@ def test_threads_and_modules_that_change_meanwhile(module: Callable[..., ModuleT
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    changing, *threads = (threading.Thread(target=each) for each in (change, *[work] * 6))
+    threads = [threading.Thread(target=work) for _ in range(6)]
     try:
-        for thread in (changing, *threads):
+        for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
-        stop.set()
-        changing.join()
         sys.setswitchinterval(interval)
-        for name in [name for name in sys.modules if name.startswith("busy.")]:
-            del sys.modules[name]
     assert errors == []
     assert not is_patched()
 
@@ -161,31 +123,18 @@ def test_threads_and_modules_that_change_meanwhile(module: Callable[..., ModuleT
 def test_strange_modules(
     module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Untouchable:
+    class Untouchable(ModuleType):
         __hash__ = None
 
-        def __getattribute__(self, name: str) -> Any:
-            raise RuntimeError(name)
+        def refuse(self, *_: Any) -> Any:
+            raise RuntimeError
 
-        def __eq__(self, other: object) -> bool:
-            raise RuntimeError("==")
-
-    class Lazy(ModuleType):
-        def __getattribute__(self, name: str) -> Any:
-            raise RuntimeError(name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise RuntimeError(name)
-
-        @property
-        def __dict__(self) -> Any:
-            raise RuntimeError("__dict__")
+        __getattribute__ = __setattr__ = __eq__ = refuse
+        __dict__ = property(refuse)
 
     monkeypatch.setitem(sys.modules, "strange.none", None)
-    monkeypatch.setitem(sys.modules, "strange.object", Untouchable())
-    module("strange.values").value = Untouchable()
-    module("strange.getattr", "def __getattr__(name): raise RuntimeError(name)")
-    lazy = module("strange.lazy", "from torch.amp import GradScaler", Lazy("strange.lazy"))
+    module("strange.values").value = Untouchable("value")
+    lazy = module("strange.lazy", "from torch.amp import GradScaler", Untouchable("strange.lazy"))
     ampfast.patch()
     namespace = ModuleType.__dict__["__dict__"].__get__(lazy)
     assert namespace["GradScaler"] is torch.amp.GradScaler
@@ -222,17 +171,11 @@ def test_explicit_calls_of_the_base_class(module: Callable[..., ModuleType]) -> 
         from torch.amp import GradScaler
         from torch.amp import GradScaler as Wrapped, GradScaler as Nested, GradScaler as Free
 
-        def decorate(function):
-            @functools.wraps(function)
-            def wrapper(*args, **kwargs):
-                return function(*args, **kwargs)
-            return wrapper
-
         class Mine(GradScaler):
             def __init__(self):
                 GradScaler.__init__(self, "cpu", init_scale=8.0)
 
-            @decorate
+            @functools.lru_cache
             def get_scale(self):
                 return Wrapped.get_scale(self)
 
