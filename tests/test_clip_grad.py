@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.clipping_reference import clip_by_hand
-from support.comparison import FLOATS, assert_same
+from support.comparison import assert_same
 from support.gradients import make_gradient, parameter_with
 from support.one_step import host_reads
 from support.outcomes import outcome
@@ -76,9 +76,6 @@ def test_the_norm_in_another_dtype(order: Any, dtype: torch.dtype) -> None:
     rtol = max(2 * torch.finfo(dtype).eps, 1e-8)
     torch.testing.assert_close(norm.double(), exact, rtol=rtol, atol=0)
     assert functional.get_total_norm(grads, order).dtype == torch.bfloat16
-
-
-DTYPES = [(d,) for d in FLOATS] + [(d, e) for d in FLOATS for e in FLOATS if d is not e]
 
 
 @pytest.mark.parametrize("layout", ["overlapping", "every_other", "empty", "transposed", "scalar"])
