@@ -157,7 +157,7 @@ def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch's fused SGD computes other values")
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 2.0, INF])
+@pytest.mark.parametrize("scale", [2.0, 1e-30, INF])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e308, INF])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("backend", ["cpu", "aten"])

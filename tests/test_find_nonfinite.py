@@ -376,23 +376,21 @@ def test_copies_of_the_model_are_not_watched(copied: Callable[[nn.Module], nn.Mo
 
 def test_the_hooks_of_a_scaler_go_with_it() -> None:
     model = net_around(nn.Tanh())
-    for _ in range(3):
-        scaler = ampfast.GradScaler("cpu", track="modules")
-        scaler.name_parameters(model)
-        again = copy.deepcopy(scaler)
-        assert [len(each._forward_hooks) for each in model.modules()] == [1] * 5
-        del scaler
-        for each in model.modules():
-            assert not each._forward_hooks
-        again.name_parameters(model)
-        del again
+    for track, given in (("overflow", model), ("modules", list(model.named_parameters()))):
+        ampfast.GradScaler("cpu", track=track).name_parameters(given)
+        assert not model._forward_hooks
     scaler = ampfast.GradScaler("cpu", track="modules")
-    scaler.name_parameters(model)
+    for _ in range(2):
+        scaler.name_parameters(model)
+        again = copy.deepcopy(scaler)  # which watches nothing
+        assert [len(each._forward_hooks) for each in model.modules()] == [1] * 5
     model_lives = weakref.ref(model)
-    scaler.name_parameters(nn.Tanh())
-    del model, each
+    scaler.name_parameters(other := nn.Tanh())
+    del model
     gc.collect()
     assert model_lives() is None
+    del scaler, again
+    assert not other._forward_hooks
 
 
 def test_nothing_is_read_on_the_host_until_asked() -> None:
@@ -434,10 +432,3 @@ def test_a_scaler_reports_the_module_first() -> None:
     assert len(model[0]._forward_hooks) == 1
     model[2] = nn.Tanh()
     assert pickle.loads(pickle.dumps(scaler)).overflow_report().module is None
-
-
-def test_only_modules_are_watched_and_only_on_request() -> None:
-    model = net_around(nn.Tanh())
-    for track, given in (("overflow", model), ("modules", list(model.named_parameters()))):
-        ampfast.GradScaler("cpu", track=track).name_parameters(given)
-        assert not model._forward_hooks

@@ -172,9 +172,10 @@ def test_every_optimizer_has_its_own_norms_and_a_joint_clip_the_firsts() -> None
 def test_checkpoints_and_copies_go_on(rule: Any) -> None:
     norms = norms_of(6, 30)
     saved: list[Any] = []
+    optimizer = OPTIMIZERS["plain"]([torch.nn.Parameter(torch.zeros(2))])
 
     def run(scaler: Any, first: int) -> list[float]:
-        optimizer, moved = OPTIMIZERS["plain"]([torch.nn.Parameter(torch.zeros(2))]), []
+        moved = []
         for step in range(first, 30):
             if step == 14 and not saved:
                 saved[:] = copy.deepcopy(scaler.state_dict()), *copies(scaler)

@@ -113,39 +113,25 @@ def test_the_host_reads_nothing(limit: Any) -> None:
     assert host_reads(partial(scaler.step_and_update, optimizer)) == 0
 
 
-def test_each_optimizer_has_its_own_norms() -> None:
-    scaler = started(GradScaler, skip_above=Sigmas(6, window=2))
-    optimizers = [sgd_with(torch.ones(1)), sgd_with(torch.ones(1))]
-    for factor in (1.0, 1.25, 1.0, 8.0):
-        scaler.scale(torch.ones(()))
-        for optimizer, size in zip(optimizers, (1.0, 100.0), strict=True):
-            grads_of(optimizer)[0].fill_(
-                8.0 * size * (factor if size == 1.0 else 1.0 + factor / 16)
-            )
-            scaler.step(optimizer)
-        reasons = [scaler.skip_reason(optimizer) for optimizer in optimizers]
-        scaler.update()
-    assert reasons == ["spike", "spike"]
-    saved = scaler.state_dict()["ampfast"]["norms"][0]
-    assert saved == {"norms": [1.25, 1.0], "spikes": 1}
-
-
-def test_a_clip_decides_by_its_joint_norm_once() -> None:
+@pytest.mark.parametrize("joint", [False, True])
+def test_norms_are_each_optimizers_own_or_joint(joint: bool) -> None:
     scaler = started(GradScaler, skip_above=Sigmas(6, window=2))
     both = [sgd_with(torch.ones(4)), sgd_with(torch.ones(5))]
     for factor in (1.0, 1.1, 1.05, 6.0):
         scaler.scale(torch.ones(()))
-        for optimizer in both:
-            grads_of(optimizer)[0].fill_(8.0 * factor)
-        scaler.clip_grad_norm_(both, 1.0)
+        for optimizer, size in zip(both, (1.0, 1.0 if joint else 100.0), strict=True):
+            grads_of(optimizer)[0].fill_(8.0 * size * factor)
+        if joint:
+            scaler.clip_grad_norm_(both, 1.0)
         for optimizer in both:
             scaler.step(optimizer)
-        reasons = [scaler.skip_reason(optimizer) for optimizer in both]
+        assert [scaler.skip_reason(each) == "spike" for each in both] == [factor == 6.0] * 2
         scaler.update()
-    assert reasons == ["spike", "spike"]
-    [saved] = scaler.state_dict()["ampfast"]["norms"]
-    assert saved["spikes"] == 1
-    assert saved["norms"] == pytest.approx([3.3, 3.15])
+    saved = scaler.state_dict()["ampfast"]["norms"]
+    sizes = [3.0] if joint else [2.0, 100.0 * 5**0.5]
+    assert [each["spikes"] for each in saved] == [1] * len(sizes)
+    for each, size in zip(saved, sizes, strict=True):
+        assert each["norms"] == pytest.approx([1.1 * size, 1.05 * size])
 
 
 @pytest.mark.parametrize("make", [plain, fused])
