@@ -117,17 +117,6 @@ class Between(nn.Module):
         return self.second(self.first(x) * INF)
 
 
-class Tree(nn.Module):
-    """A model that calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaf = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, depth: int = 3) -> Any:
-        return self.leaf(x if depth == 0 else self(x, depth - 1))
-
-
 @dataclass
 class Outputs:
     hidden: Any
@@ -173,7 +162,6 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], list[float], dict[str, Any] | N
         {"module": "300", "passes_ago": 2},
     ),
     "a shared module": (shared, [NAN, 1, 1], PLAIN | {"passes_ago": 2}),
-    "a model that calls itself": (Tree, [INF, 1], {"module": "leaf", "passes_ago": 1}),
     "a second forward that stops early": (early, [INF, 1, 1, 1], PLAIN | {"passes_ago": 3}),
     "the newest": (lambda: chain(nn.Identity(), lambda x: 1 / x), [0, 1, INF], PLAIN),
     "as long as it is kept": (lambda: chain(nn.Tanh()), [NAN] + [1] * 63, {"passes_ago": 63}),
@@ -234,34 +222,19 @@ def test_the_text() -> None:
         "0 (Identity): output overflowed in float32 (inputs not finite either: what no module "
         "computes is at fault)"
     )
-    broken = net_around(Op(lambda x: (x * 0).sqrt()))
-    with ampfast.find_nonfinite(broken) as finder:
-        train(broken)
+    model = net_around(broken())
+    with ampfast.find_nonfinite(model) as finder:
+        train(model)
     told = str(finder.report())
     assert told.startswith("2 (Op): in backward, the gradient of an input became NaN in float32 (g")
-
-
-def test_the_gradient_of_a_loss_is_told() -> None:
+    train(model)
+    assert str(finder.report()) == told, "as its hooks are removed"
     model = net_around(nn.Tanh())
-    with ampfast.find_nonfinite(model) as finder:
-        (model(torch.rand(4, 8)) * 0).sqrt().sum().backward()
-    fault = finder.report()
-    assert told(fault, module="3", where="gradient", inputs_finite=False)
-    assert str(fault).endswith(
+    finder = ampfast.find_nonfinite(model)
+    (model(torch.rand(4, 8)) * 0).sqrt().sum().backward()
+    assert str(finder.report()).endswith(
         "(gradients of its outputs not finite either: what no module computes is at fault)"
     )
-
-
-def test_a_late_backward_of_a_dropped_pass_spoils_no_later_one() -> None:
-    model = net_around(nn.Tanh())
-    with ampfast.find_nonfinite(model) as finder:
-        late = model(torch.rand(4, 8)).sum()
-        for _ in range(64 + 8):
-            train(model)
-        late.backward(torch.tensor(INF))
-        assert finder.report() is None
-        train(model, torch.full((4, 8), INF))
-        assert told(finder.report(), passes_ago=0)
 
 
 def test_parts_that_are_called_alone_have_passes_of_their_own() -> None:
@@ -328,35 +301,6 @@ def test_tensors_in_structures_and_keywords() -> None:
     fault = finder.report()
     assert fault is not None and (fault.module, fault.kind, fault.largest) == ("", "nan", 7.0)
     assert str(fault).startswith("the model (Many): output became NaN")
-
-
-TRANSFORMS: dict[str, Callable[..., Any]] = {
-    "grad": lambda f, params, x: torch.func.grad(f)(params, x),
-    "vmap": lambda f, params, x: torch.func.vmap(f, in_dims=(None, 0))(params, x),
-    "by sample": lambda f, params, x: torch.func.vmap(torch.func.grad(f), (None, 0))(params, x),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_under_transforms(name: str) -> None:
-    model = net_around(Op(lambda x: x * INF))
-    params = dict(model.named_parameters())
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Any:
-        return torch.func.functional_call(model, params, (x,)).sum()
-
-    with ampfast.find_nonfinite(model) as finder:
-        TRANSFORMS[name](loss, params, torch.rand(4, 8))
-    assert told(finder.report(), module="2", inputs_finite=True)
-
-
-def test_removed_hooks_see_nothing() -> None:
-    model = net_around(Op(lambda x: x * INF))
-    with ampfast.find_nonfinite(model) as finder:
-        pass
-    train(model)
-    assert finder.report() is None
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

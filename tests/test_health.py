@@ -128,15 +128,6 @@ def test_stages_and_names() -> None:
         scaler.health([optimizer])  # type: ignore[arg-type]
 
 
-def test_scales_beyond_numbers() -> None:
-    for scale in (0.0, math.inf):
-        scaler, optimizer = started(), optimizer_of([torch.tensor([2.0, -16.0])])
-        scaler.update(scale)
-        [row] = scaler.health(optimizer).parameters
-        assert (row.scale, row.scaled_maximum, row.scaled_minimum) == (scale, 16.0, 2.0)
-        assert_same(row.absolute_maximum, 0.0 if scale else math.nan)
-
-
 def row(name: str, low: float, high: float, **counts: int) -> ParameterHealth:
     return ParameterHealth(
         *(name, 0, 0),

@@ -138,22 +138,6 @@ def test_the_loss_is_named_where_all_parameters_overflow(scaler: GradScaler) -> 
     assert kinds(report) == [(0, "inf"), (1, "inf")] and not report.is_everywhere
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_the_used_value_counts(backend: str) -> None:
-    # Divided by 2^-120, a large value overflows, as found_inf reports.
-    arguments = {"track": "overflow", "backend": backend}
-    scaler = scalers.started(GradScaler, 2.0**-120, **arguments)
-    params = parameters(1.0, 2.0**20)
-    optimizer = sgd(params)
-    assert kinds(report_of(scaler, optimizer)) == [(1, "inf")]
-    assert scaler.step_skipped(optimizer)
-    # Infinity divided by infinity is NaN.
-    scaler.update(INF)
-    set_values(params, 1.0, INF)
-    scaler.step(optimizer)
-    assert kinds(scaler.overflow_report()) == [(1, "nan")]
-
-
 def test_several_optimizers_and_dtypes() -> None:
     scaler = started(allow_fp16=True)
     first = parameters(1.0, NAN) + parameters(INF, dtype=torch.float16)
@@ -220,18 +204,6 @@ def test_parameters_that_are_added_and_removed() -> None:
     assert [(p.name, p.index) for p in report_of(scaler, optimizer).totals] == [("bad", 1)]
 
 
-def test_groups_of_iterators() -> None:
-    """Parameters that can be iterated over once; a report consumes none."""
-    scaler, params = started(), parameters(INF)
-    optimizer: Any = SimpleNamespace(step=lambda: None)
-    for count in (1, 2):
-        optimizer.param_groups = [{"params": iter(params)}]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.param_groups = [{"params": iter(params)}]
-        assert counts(scaler.overflow_report()) == [(0, count, 0)]
-
-
 def test_names_that_do_not_match_the_optimizer() -> None:
     scaler, params = started(), parameters(NAN, INF)
     scaler.name_parameters([("other", parameters(1.0)[0])])
@@ -270,30 +242,6 @@ def test_bad_track(track: Any) -> None:
         GradScaler("cpu", track=track)
     with pytest.raises(RuntimeError, match="made with track='overflow'"):
         started(None).overflow_report()
-
-
-@pytest.mark.parametrize("way", [lambda m: m, lambda m: m.named_parameters()])
-@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
-def test_names_and_counts_outlive_a_conversion_by_swapping(dtypes: Any, way: Any) -> None:
-    model, scaler = net(), started()
-    optimizer = sgd(model.parameters())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        scaler.name_parameters(way(model))
-        for dtype in dtypes:
-            model.to(dtype)
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            model[2].bias.grad[0] = NAN
-            del param
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    (row,) = scaler.overflow_report().parameters
-    assert (row.name, row.nans) == ("2.bias", 2)
 
 
 def test_the_last_name_counts() -> None:

@@ -89,20 +89,14 @@ def test_plot(tmp_path, norms: bool) -> None:
         assert spikes.get_xdata().tolist() == [112]
 
 
-def test_plot_of_a_prediction() -> None:
+def test_plot_of_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     (panel,) = report.plot(history(norms=False, predicted=2.0**17)).axes
     assert [line.get_label() for line in panel.get_lines()][:2] == ["scale", "prediction"]
     assert set(panel.get_lines()[1].get_ydata()) == {2.0**17}
     assert "prediction" in [text.get_text() for text in panel.get_legend().get_texts()]
-
-
-def test_plot_of_an_empty_history() -> None:
     with pytest.raises(ValueError, match="no step was taken"):
         report.plot(GradScaler("cpu").history())
-
-
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="matplotlib"):
         report.plot(history())
