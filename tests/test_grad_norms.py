@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import FLOATS, assert_same
-from support.one_step import host_reads
 from support.scalers import started
 
 import ampfast
@@ -138,17 +137,6 @@ def test_dtypes_and_copies(dtype: Any) -> None:
             params[1].grad = params[1].grad.to_sparse()
         take(each, optimizer, "step")
         assert last_norms(each) == pytest.approx(expected, rel=1e-6)
-
-
-def test_gradients_are_read_once_and_nothing_by_the_host(request: pytest.FixtureRequest) -> None:
-    params = parameters()
-    size = sum(param.nbytes for param in params)
-    optimizer, scaler = KINDS["fused"](params), started(GradScaler, track="norms")
-    fill(params, 1, 8.0)
-    assert host_reads(lambda: take(scaler, optimizer, "step")) == 0
-    launcher = request.getfixturevalue("launcher")
-    take(started(GradScaler, track="norms"), optimizer, "step")
-    assert (launcher.read, launcher.written) == (size, 0)
 
 
 def test_several_optimizers_and_a_joint_clip() -> None:
