@@ -20,7 +20,6 @@ from support.clipping_reference import (
 from support.comparison import FLOATS, assert_same
 from support.gradients import WRITABLE_LAYOUTS, make_gradient, parameter_with, plant, sgd_with
 from support.optimizers import OPTIMIZERS
-from support.processes import threads
 from support.scalers import started
 from support.twins import assert_sides_same, paired
 from torch.testing._internal.two_tensor import TwoTensor
@@ -83,20 +82,6 @@ def test_clipped_gradients_on_every_instruction_set(capability: str, dtype: torc
         wide = written.to(torch.promote_types(dtype, torch.float32))
         expected = (wide * coefficient_of(norm, 1e-2).to(wide.dtype)).to(dtype)
         assert_same(grads_of(optimizer)[0], expected)
-
-
-@pytest.mark.usefixtures("small_grain")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_same_bits_with_any_thread_count(dtype: torch.dtype) -> None:
-    seen = []
-    for count in (1, 2, 3, 5):
-        grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (200_003, 7)]
-        optimizer = sgd_with(*(grad.to(dtype) for grad in grads))
-        with threads(count):
-            norm = scaler_for(3.0).clip_grad_norm_(optimizer, 1.0)
-        seen.append([norm, *grads_of(optimizer)])
-    for other in seen[1:]:
-        assert_same(other, seen[0])
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05, INF])

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -118,28 +117,6 @@ def test_threads() -> None:
         sys.setswitchinterval(interval)
     assert errors == []
     assert not is_patched()
-
-
-def test_strange_modules(
-    module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Untouchable(ModuleType):
-        __hash__ = None
-
-        def refuse(self, *_: Any) -> Any:
-            raise RuntimeError
-
-        __getattribute__ = __setattr__ = __eq__ = refuse
-        __dict__ = property(refuse)
-
-    monkeypatch.setitem(sys.modules, "strange.none", None)
-    module("strange.values").value = Untouchable("value")
-    lazy = module("strange.lazy", "from torch.amp import GradScaler", Untouchable("strange.lazy"))
-    ampfast.patch()
-    namespace = ModuleType.__dict__["__dict__"].__get__(lazy)
-    assert namespace["GradScaler"] is torch.amp.GradScaler
-    ampfast.unpatch()
-    assert namespace["GradScaler"] is TORCH["amp"]
 
 
 def test_classes_derived_before_are_listed_once(module: Callable[..., ModuleType]) -> None:
