@@ -1,30 +1,28 @@
-"""In-place clipping: norms and gradients, whole trainings, and several optimizers together."""
+"""Clipping by the scaler: norms, gradients, trainings, stages and refused calls."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.clipping_reference import (
-    NORM_ULPS,
     assert_clipped,
     assert_norm,
     clip_by_hand,
     coefficient_of,
     exact_norm,
     grads_of,
-    ulps,
     unscaled,
 )
 from support.comparison import FLOATS, assert_same
 from support.gradients import WRITABLE_LAYOUTS, make_gradient, parameter_with, plant, sgd_with
 from support.optimizers import OPTIMIZERS
-from support.processes import threads
 from support.scalers import started
 from support.twins import assert_sides_same, paired
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler, functional
 
@@ -38,6 +36,11 @@ SCALES = (2.0**12, 3.0, 1e-3)
 
 def scaler_for(scale: float, **arguments: object) -> GradScaler:
     return started(GradScaler, scale, allow_fp16=True, **arguments)
+
+
+def six(*more: float) -> torch.optim.SGD:
+    """Norm of 5 at a scale of 8."""
+    return sgd_with(torch.tensor([24.0, 32.0, *more]))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -81,29 +84,6 @@ def test_clipped_gradients_on_every_instruction_set(capability: str, dtype: torc
         assert_same(grads_of(optimizer)[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_all_16_bit_values_are_clipped(capability: str, dtype: torch.dtype) -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    finite = every[every.isfinite()]
-    optimizer = sgd_with(finite.clone())
-    norm = scaler_for(4.0).clip_grad_norm_(optimizer, 1e3, INF)
-    assert norm.item() == torch.finfo(dtype).max / 4
-    coefficient = coefficient_of(norm, 1e3).float()
-    expected = ((finite.float() * 0.25).to(dtype).float() * coefficient).to(dtype)
-    assert_same(grads_of(optimizer)[0], expected)
-
-
-@pytest.mark.slow
-def test_a_norm_of_many_elements_is_exact_where_torchs_is_not() -> None:
-    # torch adds up float32 squares in float32.
-    grad = torch.rand(10**8, generator=torch.Generator().manual_seed(3))
-    exact = math.sqrt(math.fsum(part.double().square().sum().item() for part in grad.split(10**6)))
-    error = abs(torch.linalg.vector_norm(grad).item() - exact) / exact
-    norm = started(GradScaler, 1.0).grad_norm(sgd_with(grad))
-    assert abs(norm.item() - exact) / exact <= min(error, NORM_ULPS * 2.0**-23)
-    print(f"torch's norm of 1e8 elements is off by {error:.2%}")
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 0.05, INF])
 @pytest.mark.parametrize("order", [2.0, "inf"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -129,39 +109,20 @@ def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: flo
             assert_sides_same(ours, theirs)
 
 
-def test_joint_norm_of_several_optimizers() -> None:
-    grads = [make_gradient("contiguous", dtype, seed) for seed, dtype in enumerate(FLOATS)]
-    idle = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    optimizers = [*(sgd_with(grad.clone()) for grad in grads), idle]
-    together = sgd_with(*(grad.clone() for grad in grads))
-    scaler = scaler_for(3.0)
-    norm = scaler.clip_grad_norm_(tuple(optimizers), 0.3)
-    assert_same(norm, scaler.clip_grad_norm_(together, 0.3))
-    assert norm.dtype == torch.float64
-    assert_same(grads_of(*optimizers), grads_of(together))
-    for optimizer in optimizers[:-1]:
-        assert scaler.found_inf(optimizer).item() == 0.0
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(idle)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "in_place"), [(False, True), (True, True), (True, False)], ids=str
+)
 @pytest.mark.parametrize("value", [INF, math.nan])
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_joint_clipping_skips_all_or_none(
     bad: int | None, value: float, in_place: bool, fused: bool
 ) -> None:
     """An overflow in one optimizer is in the coefficient of the other's gradients."""
-    if not (in_place or fused):
-        pytest.skip("a plain optimizer's gradients are written")
-    grads = [torch.tensor([3.0 * 8, 0.0]), torch.tensor([4.0 * 8])]
-    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    params = [parameter_with(torch.tensor(values)) for values in ([24.0, 0.0], [32.0])]
     optimizers = [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
     if bad is not None:
-        grads[bad][0] = value
+        params[bad].grad[0] = value
+    before = [param.detach().clone() for param in params]
     scaler = started(GradScaler, 8.0, growth_interval=1)
     norm = scaler.clip_grad_norm_(optimizers, 1.0, in_place=in_place)
     assert_same(norm, torch.tensor(5.0 if bad is None else value))
@@ -170,34 +131,9 @@ def test_joint_clipping_skips_all_or_none(
         scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == (16.0 if bad is None else 4.0)
-    for param in params:
-        assert param.isfinite().all()
-        assert bool(param.detach().any()) == (bad is None)
-
-
-@pytest.mark.usefixtures("small_grain")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_same_bits_with_any_thread_count(dtype: torch.dtype) -> None:
-    seen = []
-    for count in (1, 2, 3, 5):
-        grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (200_003, 7)]
-        optimizer = sgd_with(*(grad.to(dtype) for grad in grads))
-        with threads(count):
-            norm = scaler_for(3.0).clip_grad_norm_(optimizer, 1.0)
-        seen.append([norm, *grads_of(optimizer)])
-    for other in seen[1:]:
-        assert_same(other, seen[0])
-
-
-def test_a_norm_beyond_float32() -> None:
-    # As in torch: the gradients are finite, so the step is taken, with zeros.
-    optimizer = sgd_with(torch.full((4,), 3e38))
-    norm = started(GradScaler, 1.0).clip_grad_norm_(optimizer, 1.0)
-    assert norm.item() == INF
-    assert_same(grads_of(optimizer)[0], torch.zeros(4))
-    wide = sgd_with(torch.full((4,), 3e38), torch.zeros(1, dtype=torch.float64))
-    norm = started(GradScaler, 1.0).clip_grad_norm_(wide, 1.0)
-    assert ulps(norm, torch.tensor(6e38, dtype=torch.float64)) < 2.0**30
+    assert all(torch.equal(*ends) is (bad is not None) for ends in zip(params, before, strict=True))
+    norms = [pytest.approx(5.0)] if bad is None else [pytest.approx(value, nan_ok=True)]
+    assert scaler.history().grad_norm.tolist() == norms
 
 
 # Values whose norms overflow: regular, and in a layout for torch's ops.
@@ -205,82 +141,295 @@ def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.full((4,), value, dtype=dtype), torch.full((3, 4), value, dtype=dtype)[:, ::2]]
 
 
-@pytest.mark.parametrize(
-    ("fused", "in_place"), [(False, True), (True, True), (True, False)], ids=str
-)
+@pytest.mark.filterwarnings("ignore:torch's fused SGD computes other values")
+@pytest.mark.parametrize("scale", [2.0, 1e-30, INF])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e308, INF])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_an_infinite_limit_only_unscales(
-    backend: str, order: float, fused: bool, in_place: bool
-) -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for value in (torch.finfo(dtype).max, 0.0):
-            sides = []
-            for clips in (True, False):
-                params = [parameter_with(grad) for grad in even(value, dtype)]
-                optimizer = torch.optim.SGD(params, lr=2.0**-40, fused=fused)
-                scaler = started(GradScaler, 2.0, backend=backend)
-                if clips:
-                    norm = scaler.clip_grad_norm_(optimizer, INF, order, in_place=in_place)
-                    assert norm.isinf() == (value != 0 and order != INF)
-                elif in_place:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                assert not scaler.step_skipped(optimizer)
-                sides.append((params, grads_of(optimizer)))
-            assert_same(*sides)
-            assert all(param.isfinite().all() for param in params)
+def test_extreme_norms(backend: str, order: float, max_norm: float, scale: float) -> None:
+    """No parameter becomes NaN; an infinite limit only unscales."""
 
+    def step(
+        dtype: torch.dtype, value: float, fused: bool, in_place: bool, clips: bool = True
+    ) -> list[torch.Tensor]:
+        params = [parameter_with(grad) for grad in even(value, dtype)]
+        optimizer = torch.optim.SGD(params, lr=2.0**-40, fused=fused)
+        scaler = started(GradScaler, scale, backend=backend, allow_fp16=True)
+        if clips:
+            scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=in_place)
+        elif in_place:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert all(p.isfinite().all() for p in params), (dtype, value, fused, in_place)
+        return [*(p.detach() for p in params), *grads_of(optimizer)]
 
-@pytest.mark.parametrize("scale", [1.0, 1e-30, INF])
-@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e308])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_no_parameter_becomes_nan_at_extreme_norms(
-    backend: str, order: float, max_norm: float, scale: float
-) -> None:
     for dtype in FLOATS:
         for value in (0.0, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max):
-            for fused, in_place in ((False, True), (True, True), (True, False)):
-                params = [parameter_with(grad) for grad in even(value, dtype)]
-                optimizer = torch.optim.SGD(params, lr=2.0**-40, fused=fused)
-                scaler = started(GradScaler, scale, backend=backend, allow_fp16=True)
-                scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=in_place)
-                scaler.step(optimizer)
-                assert all(p.isfinite().all() for p in params), (dtype, value, fused, in_place)
+            for way in ((False, True), (True, True), (True, False)):
+                found = step(dtype, value, *way)
+                if max_norm == INF and scale == 2.0:
+                    assert_same(found, step(dtype, value, *way, clips=False))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_disabled_scaler_does_not_clip_to_infinity(order: float) -> None:
-    for dtype in (torch.float32, torch.float64):
-        optimizer = sgd_with(*even(torch.finfo(dtype).max, dtype))
-        GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, INF, order)
-        assert_same(grads_of(optimizer), even(torch.finfo(dtype).max, dtype))
+# Stages
 
 
-@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
-def test_groups_of_parameters_that_can_be_read_once(order: float) -> None:
-    clipped = []
-    for once in (False, True):
-        params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        for param in params:
-            param.grad = torch.full((2,), 8.0)
-        optimizer: Any = SimpleNamespace(
-            param_groups=[{"params": iter(params) if once else params}]
-        )
-        scaler = GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
-        clipped.append((norm, [param.grad for param in params]))
-    torch.testing.assert_close(clipped[1], clipped[0], rtol=1e-6, atol=0)
+def clip(scaler: GradScaler, optimizer: Any) -> torch.Tensor:
+    return scaler.clip_grad_norm_(optimizer, 1.0)
 
 
+@pytest.mark.parametrize("first", [GradScaler.unscale_, clip])
+@pytest.mark.parametrize("then", [GradScaler.unscale_, clip])
+def test_stages(first: Callable, then: Callable) -> None:
+    scaler, optimizer, other = GradScaler("cpu"), six(), six()
+    for call in (clip, GradScaler.grad_norm):
+        with pytest.raises(AssertionError, match="but _scale is None"):
+            call(scaler, optimizer)
+    scaler.scale(torch.ones(()))
+    first(scaler, optimizer)
+    before = [grad.clone() for grad in grads_of(optimizer, other)]
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called on this opt"):
+        then(scaler, optimizer)
+    with pytest.raises(RuntimeError, match="has already been called") as raised:
+        clip(scaler, [other, optimizer])
+    assert "clip_grad_norm_" in raised.value.__notes__[0]
+    assert_same(grads_of(optimizer, other), before)
+    clip(scaler, other)
+    scaler.step(optimizer)
+    for given in (optimizer, [six(), optimizer]):
+        with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\."):
+            clip(scaler, given)
+    with pytest.raises(RuntimeError, match=r"^grad_norm\(\) is being called after step\(\)\."):
+        scaler.grad_norm(optimizer)
+    scaler.update()
+    then(scaler, optimizer)
+
+
+@pytest.mark.parametrize(("order", "expected"), [(2.0, 5.0), ("inf", 4.0), (1, 7.0)])
+def test_the_norm_alone_changes_nothing(order: Any, expected: float) -> None:
+    scaler, optimizer = started(GradScaler, 8.0), six()
+    before = grads_of(optimizer)[0].clone()
+    assert_same(scaler.grad_norm(optimizer, order), torch.tensor(expected))
+    assert_same(grads_of(optimizer)[0], before)
+    assert scaler._per_optimizer_states == {}
+    with pytest.raises(LookupError):
+        scaler.found_inf(optimizer)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == expected
+    # Of the current values.
+    assert scaler.grad_norm(optimizer, order).item() == pytest.approx(1.0, rel=1e-5)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.history().grad_norm.tolist() == [expected], "that before clipping"
+    fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
+    scaler.clip_grad_norm_(fused, 1.0, order, in_place=False)
+    assert scaler.grad_norm(fused, order).item() == expected
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 1.5])
+def test_without_gradients(order: float) -> None:
+    empty = sgd_with(torch.zeros(0))
+    none = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    for optimizer in (empty, none, [none, empty]):
+        scaler = started(GradScaler)
+        assert_same(scaler.grad_norm(optimizer, order), torch.tensor(0.0))
+        assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(0.0))
+    scaler.step(empty)
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(none)
+
+
+# Bad input
+
+LIMIT = r"max_norm must be a Python number, ampfast\.Percentile or ampfast\.ZScore, got"
+LOW, ORDER = "max_norm must be at least 0, got", "norm_type must be a number above 0"
+NUMBER = "norm_type must be a Python number, got"
+BAD = [("max_norm", v, ValueError, LOW) for v in (-1.0, -INF, math.nan, -1)]
+BAD += [("max_norm", v, TypeError, LIMIT) for v in ("1", None, True, torch.tensor(1.0), [1.0], 1j)]
+BAD += [
+    ("norm_type", v, ValueError, ORDER) for v in (0, -2.0, -INF, math.nan, "fro", "2", "-inf", "")
+]
+BAD += [("norm_type", v, TypeError, NUMBER) for v in (None, True, torch.ones(()))]
+BAD += [
+    ("in_place", 0, TypeError, "in_place must"),
+    ("in_place", False, ValueError, "SGD does not: create it with fused=True, or use in_"),
+]
+BAD_OPTIMIZERS = [
+    (lambda o: o.param_groups[0]["params"], TypeError, "got Parameter, which has no"),
+    (lambda o: iter([o]), TypeError, "which has no param_groups"),
+    (lambda o: None, TypeError, "got NoneType"),
+    (lambda o: [], ValueError, "the list of optimizers is empty"),
+    (lambda o: [o, six(), o], ValueError, "the same optimizer is given twice"),
+    (lambda o: [o, torch.optim.SGD(o.param_groups)], ValueError, "share a parameter"),
+]
+BAD += [("optimizer", *row) for row in BAD_OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "match"), BAD)
+def test_bad_arguments(name: str, value: Any, error: type[Exception], match: str) -> None:
+    for enabled in (True, False) if (name, value) != ("in_place", False) else (True,):
+        scaler, optimizer = started(GradScaler, enabled=enabled), six()
+        before = grads_of(optimizer)[0].clone()
+        given = {"optimizer": optimizer, "max_norm": 1.0, name: value}
+        if name == "optimizer":
+            given[name] = value(optimizer)
+        with pytest.raises(error, match=match):
+            scaler.clip_grad_norm_(**given)
+        if name in ("norm_type", "optimizer"):
+            with pytest.raises(error, match=match):
+                scaler.grad_norm(given["optimizer"], given.get("norm_type", 2.0))
+        assert_same(grads_of(optimizer)[0], before)
+        assert not enabled or scaler._per_optimizer_states == {}
+    if name == "norm_type":
+        with pytest.raises(error, match=match):
+            functional.grad_norm([torch.ones(2)], value)
+
+
+class Halting(torch.Tensor):
+    """Gradient that unscales, but has no norm."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.linalg.vector_norm:
+            raise NotImplementedError("no norm")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
+    "float16": (lambda: torch.ones(2).half(), ValueError, r"^Attempting to unscale FP16"),
+    "expanded": (lambda: make_gradient("expanded"), RuntimeError, "single memory location"),
+    "inference": (inferred, RuntimeError, "Inplace update to inference tensor"),
+    "no norm": (lambda: torch.ones(2).as_subclass(Halting), NotImplementedError, "no norm"),
+    "complex": (lambda: torch.ones(2, dtype=torch.complex64), NotImplementedError, "_amp_|aten"),
+}
+FIRST: dict[str, Callable[[], torch.Tensor]] = {
+    "regular": lambda: torch.full((3,), 16.0),
+    "strided": lambda: torch.full((3, 4), 8.0)[:, ::2],
+    "sparse": lambda: torch.tensor([8.0, 0.0, 32.0]).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_the_norm_without_a_limit_is_of_values_before_rounding(backend: str) -> None:
-    """Of gradients that torch's ops take, too: all of these vanish as they are written."""
-    values = torch.tensor([3.0, 9.0, 4.0, 9.0], dtype=torch.float16)
-    optimizer = sgd_with(values[::2], torch.tensor([12.0], dtype=torch.float16))
-    scaler = started(GradScaler, 2.0**60, allow_fp16=True, backend=backend)
-    norm = scaler.clip_grad_norm_(optimizer, math.inf)
-    assert norm.item() == pytest.approx(13.0 / 2.0**60, rel=1e-6, abs=0)
-    assert values[::2].eq(0).all()
+def test_gradients_are_refused_before_any_is_written(
+    backend: str, order: float, first: str, kind: str
+) -> None:
+    make, error, match = REFUSED[kind]
+    a, b = sgd_with(FIRST[first]()), sgd_with(torch.full((2,), 8.0), make())
+    scaler = started(GradScaler, 8.0, backend=backend)
+    for optimizers in ([b], [a, b]):
+        with pytest.raises(error, match=match):
+            scaler.clip_grad_norm_(optimizers, 1.0, order)
+        assert_same(grads_of(a)[0].to_dense(), FIRST[first]().to_dense())
+        assert_same(grads_of(b)[0], torch.full((2,), 8.0))
+    scaler.unscale_(a)
+
+
+# Hooks and disabled scalers
+
+
+class Unscaling(GradScaler):
+    """Subclass that finds an infinity of its own."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return {key: flag + 1 for key, flag in super()._unscale_grads_(*args).items()}
+
+
+class Outer(GradScaler):
+    """Override that doubles flags, as a sharded scaler sums them."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+        for flag in self._found_inf_per_device(optimizer).values():
+            flag.mul_(2)
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
+def test_hooks_decide_and_their_results_are_clipped(order: float) -> None:
+    for kind, bad, flag in ((Unscaling, False, 1.0), (Outer, True, 2.0), (Outer, False, 0.0)):
+        scaler, optimizer, twin = started(kind, 8.0), six(), six()
+        if bad:
+            grads_of(optimizer)[0][0] = grads_of(twin)[0][0] = INF
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+        assert_same(norm, started(GradScaler, 8.0).clip_grad_norm_(twin, 1.0, order))
+        assert_same(grads_of(optimizer), grads_of(twin))
+        [found] = scaler._found_inf_per_device(optimizer).values()
+        assert found.item() == flag
+        assert scaler.step_skipped(optimizer) == bool(flag)
+        fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
+        with pytest.raises(ValueError, match="in_place=False would bypass this scaler's override"):
+            scaler.clip_grad_norm_(fused, 1.0, in_place=False)
+        assert_same(grads_of(fused)[0], torch.tensor([24.0, 32.0]))
+
+
+@pytest.mark.parametrize("max_norm", [2.0, INF])
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+def test_a_disabled_scaler_clips(order: float, max_norm: float) -> None:
+    optimizers = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
+    twins = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
+    scaler = GradScaler("cpu", enabled=False)
+    norm = scaler.grad_norm(optimizers, order)
+    assert norm.item() == pytest.approx(exact_norm(grads_of(*twins), 1.0, order), rel=1e-6)
+    for _ in range(2):  # it keeps no record
+        assert_same(scaler.clip_grad_norm_(optimizers, max_norm, order, in_place=False), norm)
+        clip_by_hand([p for t in twins for p in t.param_groups[0]["params"]], norm, max_norm)
+        assert_same(grads_of(*optimizers), grads_of(*twins))
+        norm = scaler.grad_norm(optimizers, order)
+
+
+# Gradients without kernels
+
+
+@pytest.mark.parametrize(("order", "exact"), [(2.0, 5.0), (INF, 4.0), (1.0, 7.0)])
+def test_sparse_gradients_are_coalesced_first(order: float, exact: float) -> None:
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,), check_invariants=True)
+    optimizer, scaler = sgd_with(sparse), started(GradScaler, 8.0)
+    assert scaler.grad_norm(optimizer, order).item() == exact
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert norm.item() == exact
+    expected = torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient_of(norm, 1.0).float()
+    assert_same(grads_of(optimizer)[0].to_dense(), expected)
+    scaler.step(optimizer)
+    assert not scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
+def test_kinds_of_gradients_share_a_norm(order: float) -> None:
+    grads, before = (
+        [make_gradient("long", torch.float32), make_gradient("every_other", torch.float64)]
+        for _ in range(2)
+    )
+    pair = TwoTensor(torch.tensor([24.0]), torch.tensor([24.0]))
+    optimizer = sgd_with(*grads, pair)
+    scaler = started(GradScaler, 8.0)
+    exact = exact_norm([*before, torch.tensor([24.0])], 8.0, order)
+    assert scaler.grad_norm(optimizer, order).item() == pytest.approx(exact, rel=1e-6)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert norm.dtype == torch.float64 and type(norm) is torch.Tensor
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+    coefficient = coefficient_of(norm, 1.0)
+    for grad, was in zip(grads, before, strict=True):
+        torch.testing.assert_close(grad, was / 8 * coefficient.to(grad.dtype))
+    assert pair.a.item() == pair.b.item() == pytest.approx(3 * coefficient.item())
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+def test_an_infinity_of_any_kind_skips(order: float) -> None:
+    for bad in (INF, math.nan):
+        for regular, other in ((bad, 0.0), (1.0, bad)):
+            irregular = make_gradient("every_other")
+            irregular[0, 0] = other
+            optimizer = sgd_with(torch.tensor([1.0, regular, 1.0]), irregular)
+            scaler = started(GradScaler, 8.0)
+            assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(bad))
+            assert scaler.step_skipped(optimizer)
+    # As in unscaling, the written value decides: finite gradients whose unscaled values overflow.
+    optimizer, scaler = sgd_with(torch.tensor([1e30])), started(GradScaler, 1e-20)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
+    assert scaler.step_skipped(optimizer)

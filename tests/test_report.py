@@ -57,21 +57,14 @@ def test_log() -> None:
     writer.written.clear()
     report.log(writer, 8, STATS, prefix="amp/")
     assert writer.written[0] == ("amp/steps", 10, 8)
-
-
-def test_log_of_a_norm_and_of_the_reason_of_a_skip() -> None:
-    writer = Writer()
     report.log(writer, 7, STATS, grad_norm=torch.tensor(1.5), skip_reason=None)
     assert writer.written[-1] == ("scaler/grad_norm", 1.5, 7)
     report.log(writer, 8, STATS, "amp/", grad_norm=2, skip_reason="spike")
     assert writer.written[-2:] == [("amp/grad_norm", 2.0, 8), ("amp/skipped_spike", 1, 8)]
-
-
-def test_log_of_other_types() -> None:
     with pytest.raises(AttributeError, match="'object' object has no attribute 'add_scalar'"):
         report.log(object(), 1, STATS)
     with pytest.raises(TypeError, match="must be a ScalerStats, got GradScaler"):
-        report.log(Writer(), 1, GradScaler("cpu"))  # type: ignore[arg-type]
+        report.log(writer, 1, GradScaler("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -96,20 +89,14 @@ def test_plot(tmp_path, norms: bool) -> None:
         assert spikes.get_xdata().tolist() == [112]
 
 
-def test_plot_of_a_prediction() -> None:
+def test_plot_of_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     (panel,) = report.plot(history(norms=False, predicted=2.0**17)).axes
     assert [line.get_label() for line in panel.get_lines()][:2] == ["scale", "prediction"]
     assert set(panel.get_lines()[1].get_ydata()) == {2.0**17}
     assert "prediction" in [text.get_text() for text in panel.get_legend().get_texts()]
-
-
-def test_plot_of_an_empty_history() -> None:
     with pytest.raises(ValueError, match="no step was taken"):
         report.plot(GradScaler("cpu").history())
-
-
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="matplotlib"):
         report.plot(history())

@@ -8,19 +8,19 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import exact_norm, grads_of
-from support.comparison import FLOATS, assert_same
-from support.gradients import filled, parameter_with, sgd_with
+from support.clipping_reference import grads_of
+from support.comparison import assert_same
+from support.gradients import parameter_with, sgd_with
 from support.one_step import host_reads
-from support.reference_launcher import ReferenceLauncher
 from support.scalers import started
 
 import ampfast
-from ampfast import GradScaler, LogMax, Sigmas, StepGuard
+from ampfast import GradScaler, Sigmas, StepGuard
 
 INF = math.inf
 LIMITS = pytest.mark.parametrize("limit", [10.0, Sigmas(6, window=8)], ids=str)
@@ -34,24 +34,12 @@ def fused(params: Any) -> Any:
     return torch.optim.AdamW(params, lr=0.1, fused=True)
 
 
-def fused_momentum(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
-
-
-def masters(params: Any) -> Any:
-    return ampfast.master_weights_(plain(params))
-
-
-def fused_masters(params: Any) -> Any:
-    return ampfast.master_weights_(fused(params))
-
-
 KINDS: dict[str, Callable[[Any], Any]] = {
     "plain": plain,
     "fused": fused,
-    "fused momentum": fused_momentum,
-    "masters": masters,
-    "fused masters": fused_masters,
+    "fused momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "masters": lambda params: ampfast.master_weights_(plain(params)),
+    "fused masters": lambda params: ampfast.master_weights_(fused(params)),
 }
 
 
@@ -110,103 +98,32 @@ def test_spikes_are_skipped_as_by_the_scalers_clip(
     assert ours[:2] == [3, 4]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("scale", [8.0, 3.0, 2.0**-30])
-def test_unscaling_below_the_limit_is_unscaling(
-    dtype: torch.dtype, scale: float, backend: str
-) -> None:
-    grads = [filled((n,), dtype, n) for n in (7, 5_000, 1)]
-    ours, own = sgd_with(*grads), sgd_with(*(grad.clone() for grad in grads))
-    exact = exact_norm(grads, scale)
-    scaler, other = (
-        started(GradScaler, scale, allow_fp16=True, backend=backend, skip_above=above)
-        for above in (INF, None)
-    )
-    scaler.unscale_(ours)
-    other.unscale_(own)
-    assert_same(grads_of(ours), grads_of(own))
-    assert_same(scaler.found_inf(ours), other.found_inf(own))
-    if scaler.step_skipped(ours):
-        return  # torch's ops sum what is written
-    scaler.step(ours)
-    scaler.update()
-    [norm] = scaler.history().grad_norm.tolist()
-    # They round it to 16 bits before.
-    eps = torch.finfo(dtype).eps if backend == "aten" else 0.0
-    assert norm == pytest.approx(exact, rel=max(eps, 1e-6))
-
-
-def test_a_guard_only_reads(launcher: ReferenceLauncher) -> None:
-    optimizer, guard = sgd_with(torch.ones(5)), StepGuard("cpu", skip_above=1.0)
-    guard.scale(torch.ones(()))
-    guard.step(optimizer)
-    assert (guard.skip_reason(optimizer), launcher.written) == ("spike", 0)
-
-
 @pytest.mark.parametrize("limit", [1e6, Sigmas(6, window=2)], ids=str)
 def test_the_host_reads_nothing(limit: Any) -> None:
-    params = [parameter_with(torch.ones(3))]
-    optimizer, scaler = fused(params), started(GradScaler, skip_above=limit)
-
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    assert host_reads(step) == 0
+    optimizer = fused([parameter_with(torch.ones(3))])
+    scaler = started(GradScaler, skip_above=limit)
+    assert host_reads(partial(scaler.step_and_update, optimizer)) == 0
 
 
-def test_every_optimizer_by_itself() -> None:
-    scaler = started(GradScaler, skip_above=3.5)
-    first, second = sgd_with(torch.full((4,), 8.0)), sgd_with(torch.full((4,), 16.0))
-    for optimizer in (first, second):
-        scaler.step(optimizer)
-    assert [scaler.skip_reason(each) for each in (first, second)] == [None, "spike"]
-    scaler.update()
-    assert (scaler.stats().spikes, scaler.get_scale()) == (1, 8.0)
-    assert scaler.history().grad_norm.tolist() == [pytest.approx(20**0.5)]
-
-
-def test_each_optimizer_has_its_own_norms() -> None:
-    scaler = started(GradScaler, skip_above=Sigmas(6, window=2))
-    optimizers = [sgd_with(torch.ones(1)), sgd_with(torch.ones(1))]
-    for factor in (1.0, 1.25, 1.0, 8.0):
-        scaler.scale(torch.ones(()))
-        for optimizer, size in zip(optimizers, (1.0, 100.0), strict=True):
-            grads_of(optimizer)[0].fill_(
-                8.0 * size * (factor if size == 1.0 else 1.0 + factor / 16)
-            )
-            scaler.step(optimizer)
-        reasons = [scaler.skip_reason(optimizer) for optimizer in optimizers]
-        scaler.update()
-    assert reasons == ["spike", "spike"]
-    saved = scaler.state_dict()["ampfast"]["norms"][0]
-    assert saved == {"norms": [1.25, 1.0], "spikes": 1}
-
-
-def test_a_clip_decides_by_its_joint_norm_once() -> None:
+@pytest.mark.parametrize("joint", [False, True])
+def test_norms_are_each_optimizers_own_or_joint(joint: bool) -> None:
     scaler = started(GradScaler, skip_above=Sigmas(6, window=2))
     both = [sgd_with(torch.ones(4)), sgd_with(torch.ones(5))]
     for factor in (1.0, 1.1, 1.05, 6.0):
         scaler.scale(torch.ones(()))
-        for optimizer in both:
-            grads_of(optimizer)[0].fill_(8.0 * factor)
-        scaler.clip_grad_norm_(both, 1.0)
+        for optimizer, size in zip(both, (1.0, 1.0 if joint else 100.0), strict=True):
+            grads_of(optimizer)[0].fill_(8.0 * size * factor)
+        if joint:
+            scaler.clip_grad_norm_(both, 1.0)
         for optimizer in both:
             scaler.step(optimizer)
-        reasons = [scaler.skip_reason(optimizer) for optimizer in both]
+        assert [scaler.skip_reason(each) == "spike" for each in both] == [factor == 6.0] * 2
         scaler.update()
-    assert reasons == ["spike", "spike"]
-    [saved] = scaler.state_dict()["ampfast"]["norms"]
-    assert saved["spikes"] == 1
-    assert saved["norms"] == pytest.approx([3.3, 3.15])
-
-
-def test_an_argument_takes_the_place_of_the_limit() -> None:
-    optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler, skip_above=1.0)
-    scaler.clip_grad_norm_(optimizer, 1.0, skip_above=3.0)
-    scaler.step(optimizer)
-    assert scaler.skip_reason(optimizer) is None
+    saved = scaler.state_dict()["ampfast"]["norms"]
+    sizes = [3.0] if joint else [2.0, 100.0 * 5**0.5]
+    assert [each["spikes"] for each in saved] == [1] * len(sizes)
+    for each, size in zip(saved, sizes, strict=True):
+        assert each["norms"] == pytest.approx([1.1 * size, 1.05 * size])
 
 
 @pytest.mark.parametrize("make", [plain, fused])
@@ -226,68 +143,6 @@ def test_one_more_chance_after_a_step_that_raises(make: Any, monkeypatch: Any) -
     assert not hasattr(optimizer, "grad_scale")
 
 
-def test_an_optimizer_with_a_scale_of_its_own() -> None:
-    for own, reason in ((4.0, None), (1.0, "spike")):
-        param = parameter_with(torch.full((4,), 16.0))
-        optimizer, scaler = fused([param]), started(GradScaler, skip_above=2.0)
-        optimizer.grad_scale = torch.tensor(own)
-        scaler.step(optimizer)
-        assert scaler.skip_reason(optimizer) == reason
-        assert torch.equal(param, torch.ones(4)) is (reason is not None)
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_irregular_gradients(sparse: bool) -> None:
-    norm = ((6.0 if sparse else 4.0) + 4 * 0.5625) ** 0.5
-    for factor, reason in ((1.01, None), (0.99, "spike")):
-        params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        params[0].grad = torch.full((4,), 8.0)
-        if sparse:  # with a duplicate
-            index = torch.tensor([[0, 0, 1, 2]])
-            params[0].grad = torch.sparse_coo_tensor(
-                index, torch.full((4,), 8.0), (4,), check_invariants=True
-            )
-        params[1].grad = torch.full((8,), 6.0)[::2]
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        scaler = started(GradScaler, skip_above=norm * factor)
-        scaler.step(optimizer)
-        assert scaler.skip_reason(optimizer) == reason
-
-
-def test_beside_a_policy() -> None:
-    """The policy sees the gradients once, as without a limit."""
-    scales = []
-    for above in (None, 1e6):
-        optimizer, scaler = (
-            sgd_with(torch.ones(3)),
-            started(GradScaler, policy=LogMax(), skip_above=above),
-        )
-        for size in (8.0, 4.0, 16.0, 2.0):
-            scaler.scale(torch.ones(()))
-            grads_of(optimizer)[0].fill_(size)
-            scaler.step(optimizer)
-            scaler.update()
-        scales.append(scaler.state_dict())
-    assert_same(*(state["ampfast"]["averages"] for state in scales))
-
-
-def test_tracked_overflows() -> None:
-    optimizer = sgd_with(torch.ones(3), torch.tensor([1.0, INF]))
-    scaler = started(GradScaler, skip_above=1e6, track="overflow")
-    scaler.step(optimizer)
-    scaler.update()
-    assert len(scaler.overflow_report().parameters) == 1
-
-
-def test_float16_is_refused_before_anything_is_written() -> None:
-    optimizer = sgd_with(torch.ones(3), torch.ones(3, dtype=torch.float16))
-    scaler = started(GradScaler, skip_above=1.0)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
-        scaler.unscale_(optimizer)
-    assert_same(grads_of(optimizer)[0], torch.ones(3))
-    assert scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] == {}
-
-
 @pytest.mark.parametrize(
     ("limit", "error"), [("6", TypeError), (-1.0, ValueError), (math.nan, ValueError)]
 )
@@ -301,80 +156,55 @@ def test_limits_are_checked(limit: Any, error: type[Exception]) -> None:
             make("cpu", skip_above=limit)
 
 
-def test_copies_keep_the_limit() -> None:
-    scaler = GradScaler("cpu", skip_above=Sigmas(4))
-    for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        assert again.skip_above == Sigmas(4)
-
-
-def test_a_limit_may_come_late() -> None:
+def test_limits_come_late_and_are_copied() -> None:
     optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
     scaler.step(optimizer)
     scaler.update()
     scaler.skip_above = 0.1
-    scaler.step(optimizer)
-    assert scaler.skip_reason(optimizer) == "spike"
+    for each in (scaler, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert each.skip_above == 0.1
+        each.scale(torch.ones(()))
+        grads_of(optimizer)[0].fill_(8.0)
+        each.step(optimizer)
+        assert each.skip_reason(optimizer) == "spike"
+    # An argument takes its place.
+    scaler.update()
+    scaler.clip_grad_norm_(optimizer, 1.0, skip_above=1e3)
+    assert scaler.skip_reason(optimizer) is None
 
 
-def test_a_disabled_scaler_has_no_limit() -> None:
+def test_what_has_no_limit_to_compare() -> None:
     optimizer = sgd_with(torch.full((4,), 8.0))
-    scaler = GradScaler("cpu", enabled=False, skip_above=0.1)
-    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    [param] = optimizer.param_groups[0]["params"]
+    scaler, before = GradScaler("cpu", enabled=False, skip_above=0.1), param.detach().clone()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert not torch.equal(before, optimizer.param_groups[0]["params"][0])
-
-
-def test_no_gradient_is_torchs_error() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    scaler = started(GradScaler, skip_above=1.0)
+    assert not torch.equal(before, param)
+    scaler, empty = started(GradScaler, skip_above=1.0), sgd_with(torch.ones(1))
+    empty.zero_grad()
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-        scaler.step(optimizer)
+        scaler.step(empty)
+    half = sgd_with(torch.ones(3), torch.ones(3, dtype=torch.float16))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
+        scaler.unscale_(half)
+    assert_same(grads_of(half)[0], torch.ones(3))
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains")
-def test_a_fused_step_of_shared_gradients_is_torchs() -> None:
-    """The optimizer divides them by the scale, without a limit and below it."""
+def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so() -> None:
+    class Hooked(GradScaler):
+        def _unscale_grads_(self, *given: Any) -> Any:
+            return super()._unscale_grads_(*given)
 
-    def step(make: Any, **more: Any) -> torch.Tensor:
-        param = torch.nn.Parameter(torch.ones(3))
-        optimizer = fused_momentum([param, param])
-        param.grad = torch.arange(3.0)
-        scaler = started(make, **more)
-        scaler.step(optimizer)
-        scaler.update()
-        return param.detach()
-
-    expected = step(torch.amp.GradScaler)
-    assert_same(step(GradScaler), expected)
-    assert_same(step(GradScaler, skip_above=1e9), expected)
-    assert_same(step(GradScaler, skip_above=1e-9), torch.ones(3))
-
-
-class Hooked(GradScaler):
-    def _unscale_grads_(self, *given: Any) -> Any:
-        return super()._unscale_grads_(*given)
-
-
-def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so(recwarn: Any) -> None:
-    warnings.simplefilter("always")
     optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(Hooked, skip_above=1.0)
-
-    def step(clips: bool) -> tuple[str | None, int]:
+    for clips, told in ((True, 0), (False, 1), (False, 0)):
         scaler.scale(torch.ones(()))
         grads_of(optimizer)[0].fill_(8.0)
-        if clips:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        told = [str(each.message) for each in recwarn if each.filename == __file__]
-        return scaler.skip_reason(optimizer), sum("skip_above had no" in each for each in told)
-
-    assert [step(True), step(False), step(False)] == [("spike", 0), (None, 1), (None, 1)]
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_scale_that_is_set_ends_no_step_to_compare() -> None:
-    scaler = started(GradScaler, skip_above=100.0)
-    scaler.update(4.0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if clips:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.skip_reason(optimizer) == ("spike" if clips else None)
+        assert sum("skip_above had no" in str(each.message) for each in seen) == told

@@ -1,292 +1,170 @@
-"""`ampfast.patch()`: names that it replaces, and classes that it leaves to torch."""
+"""`patch()` and `unpatch()`: when names of torch's scalers are replaced, restored or left alone."""
 
 from __future__ import annotations
 
-import importlib.util
-import pickle
-import random
 import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp.sharded_grad_scaler as sharded
-from originals import NAMES, TORCH, is_patched, meaning, run, snapshot
+from originals import NAMES, TORCH, is_patched, meaning, snapshot
 
 import ampfast
 
+IMPORTS = """
+    from torch.amp import GradScaler as amp
+    from torch.cuda.amp import GradScaler as cuda
+    from torch.cpu.amp.grad_scaler import GradScaler as cpu
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as sharded
+    from ampfast import GradScaler as ours
+    from torch import GradScaler as another
+    other = int
+"""
 
-class TestNames:
-    """Names that are replaced or left alone."""
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_every_name_of_torch(self, name: str) -> None:
-        torchs = TORCH[NAMES[name]]
-        assert meaning(name) is torchs
-        patch = ampfast.patch()
+def test_every_name_of_torch_and_of_users(module: Callable[..., ModuleType]) -> None:
+    user, gone = module("user", IMPORTS), module("gone", IMPORTS)
+    before, names = dict(vars(user)), snapshot()
+    assert {name: meaning(name) for name in NAMES} == {n: TORCH[kind] for n, kind in NAMES.items()}
+    patch = ampfast.patch()
+    left = {name for name, cls in snapshot().items() if cls in TORCH.values()}
+    assert left and all(name.startswith("ampfast.") for name in left), "and those stay"
+    assert {n for n, cls in names.items() if cls in TORCH.values()} == left | set(patch.replaced)
+    assert {f"user.{name}" for name in (*TORCH, "another")} <= set(patch.replaced)
+    for name, kind in NAMES.items():
+        assert meaning(name) is getattr(user, kind), name
         assert issubclass(meaning(name), ampfast.GradScaler)
-        assert ampfast.GradScaler in meaning(name).__mro__
-        assert name in patch.replaced
-        ampfast.unpatch()
-        assert meaning(name) is torchs
+    assert user.another is user.amp
+    late = module("late", IMPORTS)
+    assert late.sharded is user.sharded
+    user.cuda = fake = object()
+    del sys.modules["gone"]
+    ampfast.unpatch()
+    assert vars(user) == {**before, "cuda": fake}
+    for each in (late, gone):
+        assert {kind: getattr(each, kind) for kind in TORCH} == TORCH
+        assert each.ours is ampfast.GradScaler
 
-    def test_no_module_but_ours_still_holds_torchs(self) -> None:
-        with ampfast.patch():
-            left = [name for name, cls in snapshot().items() if cls in TORCH.values()]
-        assert [name for name in left if not name.startswith("ampfast.")] == []
-        assert left != []
 
-    def test_names_of_the_same_class_stay_the_same_class(self) -> None:
-        ampfast.patch()
-        for kind in TORCH:
-            assert len({meaning(name) for name in NAMES if NAMES[name] == kind}) == 1
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ("patch patch unpatch unpatch", "1100"),
+        ("unpatch enter exit unpatch patch", "01001"),
+        ("enter exit enter exit enter exit", "101010"),
+        ("enter enter enter exit exit exit", "111110"),
+        ("patch enter exit", "111"),
+        ("enter patch exit", "110"),
+        ("enter unpatch exit", "100"),
+        ("enter unpatch patch exit", "1011"),
+        ("enter unpatch patch enter exit exit", "101111"),
+    ],
+)
+def test_blocks_and_calls(calls: str, expected: str) -> None:
+    before, blocks, seen = snapshot(), [], ""
+    for call in calls.split():
+        if call == "patch":
+            ampfast.patch()
+        elif call == "unpatch":
+            ampfast.unpatch()
+        elif call == "enter":
+            blocks.append(ampfast.patch().__enter__())
+        else:
+            blocks.pop().__exit__(None, None, None)
+        seen += str(int(is_patched()))
+        assert is_patched() or snapshot() == before
+    assert seen == expected
 
-    def test_our_own_names_stay(self) -> None:
-        def ours() -> dict[str, Any]:
-            return {name: cls for name, cls in snapshot().items() if name.startswith("ampfast")}
 
-        before = ours()
-        assert {"ampfast.GradScaler", "ampfast.grad_scaler.GradScaler"} <= set(before)
-        ampfast.patch()
-        assert ours() == before
+def test_results_are_blocks() -> None:
+    first, second = ampfast.patch(), ampfast.patch()
+    assert (second.replaced, second.derived_before) == (first.replaced, first.derived_before)
+    with first:
+        second.__enter__()
+    assert is_patched(), "of overlapping blocks, the last one ends it"
+    second.__exit__(None, None, None)
+    assert not is_patched()
+    with pytest.raises(ZeroDivisionError), first as entered:
+        assert entered is first and is_patched()
+        assert set(NAMES) <= set(first.replaced)
+        raise ZeroDivisionError
+    assert not is_patched()
 
-    def test_import_patches_nothing(self) -> None:
-        run(
-            """
-            import torch
-            before = torch.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler
-            import ampfast, ampfast.patch
-            assert torch.GradScaler is torch.amp.GradScaler is torch.amp.grad_scaler.GradScaler
-            assert before == (torch.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)
-            assert not issubclass(torch.GradScaler, ampfast.GradScaler)
-            """
-        )
 
-    def test_names_that_modules_hold_already(self, module: Callable[..., ModuleType]) -> None:
-        code = """
-            from torch import GradScaler as G
-            from torch.amp import GradScaler
-            from torch.cuda.amp import GradScaler as Scaler
-            from torch.cpu.amp.grad_scaler import GradScaler as _cpu
-            other = int
-        """
-        user = module("user", code)
-        before = dict(vars(user))
-        patch = ampfast.patch()
-        assert user.G is user.GradScaler is torch.amp.GradScaler
-        assert user.Scaler is torch.cuda.amp.GradScaler
-        assert user._cpu is torch.cpu.amp.GradScaler
-        assert user.other is int
-        names = {"user.G", "user.GradScaler", "user.Scaler", "user._cpu"}
-        assert names == {name for name in patch.replaced if name.startswith("user.")}
-        ampfast.unpatch()
-        assert vars(user) == before
+def test_threads() -> None:
+    errors: list[BaseException] = []
 
-    def test_names_of_the_program_itself(self) -> None:
-        run(
-            """
-            from torch.cuda.amp import GradScaler
-            import ampfast
-            theirs = [GradScaler]
-            with ampfast.patch() as patch:
-                assert issubclass(GradScaler, ampfast.GradScaler)
-                assert "__main__.GradScaler" in patch.replaced
-            assert GradScaler is theirs[0]
-            """
-        )
-
-    def test_strange_modules(
-        self, module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        class Untouchable:
-            __hash__ = None
-
-            def __getattribute__(self, name: str) -> Any:
-                raise RuntimeError(name)
-
-            def __eq__(self, other: object) -> bool:
-                raise RuntimeError("==")
-
-        class Lazy(ModuleType):
-            def __getattribute__(self, name: str) -> Any:
-                raise RuntimeError(name)
-
-            def __setattr__(self, name: str, value: Any) -> None:
-                raise RuntimeError(name)
-
-            @property
-            def __dict__(self) -> Any:
-                raise RuntimeError("__dict__")
-
-        monkeypatch.setitem(sys.modules, "strange.none", None)
-        monkeypatch.setitem(sys.modules, "strange.object", Untouchable())
-        module("strange.values").value = Untouchable()
-        module("strange.getattr", "def __getattr__(name): raise RuntimeError(name)")
-        lazy = module("strange.lazy", "from torch.amp import GradScaler", Lazy("strange.lazy"))
-        ampfast.patch()
-        namespace = ModuleType.__dict__["__dict__"].__get__(lazy)
-        assert namespace["GradScaler"] is torch.amp.GradScaler
-        ampfast.unpatch()
-        assert namespace["GradScaler"] is TORCH["amp"]
-
-    def test_a_lazy_import_stays_lazy(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        name = "this"
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        spec = importlib.util.find_spec(name)
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        lazy = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, lazy)
-        spec.loader.exec_module(lazy)
-        with ampfast.patch():
-            pass
-        assert type(lazy) is not ModuleType
-        assert "zen" not in object.__getattribute__(lazy, "__dict__")
-
-    def test_modules_that_change_meanwhile(self, module: Callable[..., ModuleType]) -> None:
-        busy, stop = module("busy"), threading.Event()
-
-        def change() -> None:
-            while not stop.is_set():
-                name = f"name{random.randrange(1000)}"
-                vars(busy)[name] = 1
-                vars(busy).pop(f"name{random.randrange(1000)}", None)
-                sys.modules[f"busy.{name}"] = busy
-                sys.modules.pop(f"busy.name{random.randrange(1000)}", None)
-
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        thread = threading.Thread(target=change)
-        thread.start()
+    def work() -> None:
         try:
-            for _ in range(10):
+            for _ in range(5):
                 with ampfast.patch():
-                    assert is_patched()
-        finally:
-            stop.set()
-            thread.join()
-            sys.setswitchinterval(interval)
-            for name in [name for name in sys.modules if name.startswith("busy.")]:
-                del sys.modules[name]
+                    # This block is still open, whatever the others do.
+                    assert all(issubclass(meaning(n), ampfast.GradScaler) for n in NAMES)
+        except BaseException as error:
+            errors.append(error)
 
-    def test_repr_tells_the_whole_story(self, module: Callable[..., ModuleType]) -> None:
-        module("user", "import torch\nclass Mine(torch.amp.GradScaler): pass")
-        patch = ampfast.patch()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert not is_patched()
+
+
+def test_classes_derived_before_are_listed_once(module: Callable[..., ModuleType]) -> None:
+    code = """
+        import ampfast, torch
+        class Mine(torch.amp.GradScaler): pass
+        class Cuda(torch.cuda.amp.GradScaler): pass
+        class Both(Mine, Cuda): pass
+        class Ours(ampfast.GradScaler): pass
+        class Mixed(Ours, Mine): pass
+    """
+    user = module("user", code)
+    with ampfast.patch() as patch:
+        derived = patch.derived_before
+        assert {user.Mine, user.Cuda, user.Both} <= set(derived)
+        assert len(set(derived)) == len(derived)
+        assert not {user.Ours, user.Mixed, *TORCH.values()} & set(derived)
+        assert not any(cls.__module__.startswith("ampfast") for cls in derived)
+        late = type("Late", (torch.cuda.amp.GradScaler,), {})
         assert repr(patch).startswith("<ampfast.patch(): ")
         for part in ("'torch.amp.GradScaler'", "user.Mine", "kept=[]", ".ShardedGradScaler'"):
             assert part in repr(patch)
+    assert late not in ampfast.patch().derived_before
 
 
-class TestDerivedBefore:
-    """Subclasses that exist before the patch."""
+def test_explicit_calls_of_the_base_class(module: Callable[..., ModuleType]) -> None:
+    code = """
+        import functools
+        from torch.amp import GradScaler
+        from torch.amp import GradScaler as Wrapped, GradScaler as Nested, GradScaler as Free
 
-    def test_all_are_listed_once(self, module: Callable[..., ModuleType]) -> None:
-        code = """
-            import ampfast, torch
-            class Mine(torch.amp.GradScaler): pass
-            class Cuda(torch.cuda.amp.GradScaler): pass
-            class Both(Mine, Cuda): pass
-            class Ours(ampfast.GradScaler): pass
-            class Mixed(Ours, Mine): pass
-        """
-        user = module("user", code)
-        derived = ampfast.patch().derived_before
-        assert [cls for cls in derived if cls.__module__ == "user"] != []
-        assert {user.Mine, user.Cuda, user.Both} <= set(derived)
-        assert len(set(derived)) == len(derived)
-        assert not {user.Ours, user.Mixed} & set(derived)
-        assert not any(cls in TORCH.values() for cls in derived)
-        assert not any(cls.__module__.startswith("ampfast") for cls in derived)
+        class Mine(GradScaler):
+            def __init__(self):
+                GradScaler.__init__(self, "cpu", init_scale=8.0)
 
-    def test_classes_derived_while_patched_are_not(self) -> None:
-        with ampfast.patch():
-            derived = type("Derived", (torch.cuda.amp.GradScaler,), {})
-        assert derived not in ampfast.patch().derived_before
+            @lambda function: functools.wraps(function)(lambda self: function(self))
+            def get_scale(self):
+                return Wrapped.get_scale(self)
 
-    def test_explicit_calls_of_the_base_class(self, module: Callable[..., ModuleType]) -> None:
-        code = """
-            import functools
-            from torch.amp import GradScaler
-            from torch.amp import GradScaler as Wrapped, GradScaler as Nested, GradScaler as Free
-
-            def decorate(function):
-                @functools.wraps(function)
-                def wrapper(*args, **kwargs):
-                    return function(*args, **kwargs)
-                return wrapper
-
-            class Mine(GradScaler):
-                def __init__(self):
-                    GradScaler.__init__(self, "cpu", init_scale=8.0)
-
-                @decorate
-                def get_scale(self):
-                    return Wrapped.get_scale(self)
-
-                def state_dict(self):
-                    return (lambda: Nested.state_dict(self))()
-        """
-        user = module("user", code)
-        patch = ampfast.patch()
-        mine = user.Mine()
-        assert mine.get_scale() == mine.state_dict()["scale"] == 8.0
-        assert isinstance(torch.amp.GradScaler("cpu"), user.GradScaler)
-        kept = ["user.GradScaler", "user.Nested", "user.Wrapped"]
-        assert sorted(patch.kept) == kept
-        assert user.Free is torch.amp.GradScaler
-        assert not set(kept) & set(patch.replaced)
-
-
-class TestFSDP:
-    """FSDP's scaler, in a module of its own."""
-
-    def test_the_name_is_taken_and_given_back(self, module: Callable[..., ModuleType]) -> None:
-        user = module(
-            "user",
-            f"from {sharded.__name__} import ShardedGradScaler as Scaler; mine = Scaler('cpu')",
-        )
-        with ampfast.patch() as patch:
-            assert f"{sharded.__name__}.ShardedGradScaler" in patch.replaced
-            assert "user.Scaler" in patch.replaced
-            assert sharded.ShardedGradScaler is user.Scaler
-            scaler = user.Scaler("cpu")
-            assert isinstance(scaler, ampfast.ShardedGradScaler)
-            assert isinstance(scaler, torch.amp.GradScaler)
-            assert isinstance(user.mine, user.Scaler)
-            assert not isinstance(torch.amp.GradScaler("cpu"), user.Scaler)
-            assert type(scaler).__qualname__ == "ShardedGradScaler"
-        assert sharded.ShardedGradScaler is user.Scaler is TORCH["sharded"]
-        assert isinstance(scaler, TORCH["sharded"])
-
-    def test_torchs_pickles_load(self) -> None:
-        pickled = pickle.dumps(TORCH["sharded"]("cpu", init_scale=4.0))
-        with ampfast.patch():
-            scaler = pickle.loads(pickled)
-            assert type(scaler) is sharded.ShardedGradScaler
-        assert scaler.get_scale() == 4.0
-
-    def test_it_works_in_a_program_that_imports_it_later(self) -> None:
-        run(
-            """
-            import tempfile, torch, ampfast
-            ampfast.patch()
-            import torch.distributed as dist
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-            assert issubclass(ShardedGradScaler, ampfast.ShardedGradScaler)
-            with tempfile.TemporaryDirectory() as folder:
-                dist.init_process_group("gloo", f"file://{folder}/s", rank=0, world_size=1)
-                p = torch.nn.Parameter(torch.ones(3))
-                optimizer = torch.optim.SGD([p], lr=1.0)
-                scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=dist.group.WORLD)
-                for gradient, scale in ((1.0, 4.0), (torch.inf, 2.0)):
-                    scaler.scale((p * gradient).sum()).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-                    assert scaler.get_scale() == scale
-                assert p.tolist() == [0.0] * 3
-                dist.destroy_process_group()
-            """
-        )
+            def state_dict(self):
+                return (lambda: Nested.state_dict(self))()
+    """
+    user = module("user", code)
+    patch = ampfast.patch()
+    mine = user.Mine()
+    assert mine.get_scale() == mine.state_dict()["scale"] == 8.0
+    assert isinstance(torch.amp.GradScaler("cpu"), user.GradScaler)
+    kept = ["user.GradScaler", "user.Nested", "user.Wrapped"]
+    assert sorted(patch.kept) == kept
+    assert user.Free is torch.amp.GradScaler
+    assert not set(kept) & set(patch.replaced)
