@@ -20,9 +20,6 @@ SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
 FORMATS = ("Float32", "Float64", "Float16", "BFloat16")
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
 REGISTERS = 64
-# With them the checks of each dtype fill a multiprocessor of compute capability 9.0 as they would
-# without an update that rides in them: 16 programs of float32, 12 of others.
-CHECK_REGISTERS = {"Float32": 32, "Float64": 40, "Float16": 40, "BFloat16": 40}
 READ_AHEAD = 4
 SM = "90"
 pytestmark = [
@@ -40,7 +37,6 @@ is_documented = pytest.mark.skipif(
 class Variant(NamedTuple):
     """Compile-time switches of a pass."""
 
-    kernel: str
     format: str
     write: bool = False
     norm: bool = False
@@ -54,9 +50,9 @@ MODES = [
     (True, False, True, False),
 ]
 VARIANTS = [
-    *(Variant("pass", name, *mode) for name in FORMATS for mode in MODES),
-    *(Variant("pass", name, *mode, pairs=True) for name in FORMATS[2:] for mode in MODES),
-    *(Variant("pass", name, True, False, True, True) for name in FORMATS),
+    *(Variant(name, *mode) for name in FORMATS for mode in MODES),
+    *(Variant(name, *mode, pairs=True) for name in FORMATS[2:] for mode in MODES),
+    *(Variant(name, True, False, True, True) for name in FORMATS),
 ]
 
 
@@ -76,7 +72,7 @@ def variant_of(symbol: str) -> Variant | None:
     if found is None or found[1] not in SWITCHES:
         return None
     name = found[2].capitalize().replace("Bf", "BF")
-    return Variant("pass", name, *SWITCHES[found[1]], pairs=found[3] is not None)
+    return Variant(name, *SWITCHES[found[1]], pairs=found[3] is not None)
 
 
 class Usage(NamedTuple):
@@ -165,67 +161,30 @@ def packaged_cuobjdump() -> str | None:
     return shutil.which(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
-def test_the_kernels_of_the_package(tool):
-    """Made by the build of the core, where nvcc is."""
-    listed = []
-    for option in ("--list-elf", "--list-ptx"):
-        command = [tool, option, SETUP.KERNELS]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        listed += re.findall(r"\bsm_(\d+)\.(?:cubin|ptx)$", done.stdout, re.MULTILINE)
-    assert listed == [*project_architectures(), project_architectures()[0]]
-    assert SETUP.KERNELS.stat().st_size <= 10 * 2**20
-
-
-def test_compiles_without_a_warning(build):
+def test_every_variant_exists_and_keeps_nothing_in_memory(build):
     assert "warning" not in build.log.lower(), build.log
-
-
-def test_every_variant_exists_for_every_architecture(build):
-    compiled = [
-        (usage.architecture, variant)
-        for usage in build.usages()
-        if (variant := variant_of(usage.symbol)) is not None
-    ]
-    expected = [(architecture, v) for architecture in build.architectures for v in VARIANTS]
-    assert sorted(compiled) == sorted(expected)
-
-
-def test_nothing_is_kept_in_memory_for_want_of_registers(build):
     usages = list(build.usages())
-    assert usages
-    assert [usage for usage in usages if usage.stack or usage.spilled] == []
-    assert [usage for usage in usages if usage.registers > REGISTERS] == []
+    compiled = [(u.architecture, v) for u in usages if (v := variant_of(u.symbol)) is not None]
+    assert sorted(compiled) == sorted((a, v) for a in build.architectures for v in VARIANTS)
+    most = [u for u in usages if u.stack or u.spilled or u.registers > REGISTERS]
+    assert most == []
 
 
 KINDS = {
-    "check": ("pass", False, False, False),
-    "check and norm": ("pass", False, True, False),
-    "unscale": ("pass", True, False, False),
-    "unscale and clip": ("pass", True, False, True),
+    "check": (False, False, False),
+    "check and norm": (False, True, False),
+    "unscale": (True, False, False),
+    "unscale and clip": (True, False, True),
 }
-
-
-@is_documented
-def test_updates_take_no_programs_from_checks(build):
-    checks = {
-        v: usage.registers
-        for usage in build.usages()
-        if usage.architecture == SM
-        and (v := variant_of(usage.symbol)) is not None
-        and v == Variant("pass", v.format, pairs=v.pairs)
-    }
-    assert len(checks) == len(FORMATS) + 2, "two of pairs"
-    assert {v: used for v, used in checks.items() if used > CHECK_REGISTERS[v.format]} == {}
 
 
 @is_documented
 def test_registers_in_the_docs(build):
     used = {variant_of(u.symbol): u.registers for u in build.usages() if u.architecture == SM}
     names = [str(dtype).removeprefix("torch.").capitalize() for dtype in DOCUMENTED]
-    for kind, (kernel, *switches) in KINDS.items():
+    for kind, switches in KINDS.items():
         found = [
-            used[Variant(kernel, "BFloat16" if name == "Bfloat16" else name, *switches)]
-            for name in names
+            used[Variant("BFloat16" if name == "Bfloat16" else name, *switches)] for name in names
         ]
         assert registers_table()["CUDA", kind] == cells(found), kind
 
@@ -259,9 +218,6 @@ def test_windows_are_vectors_in_ptx(build):
 
 def test_last_program_is_ordered(build):
     for variant, body in by_variant(build.ptx(SM), r"\.entry (\w+)\(").items():
-        if variant.kernel != "pass":
-            assert "atom.acq_rel" not in body
-            continue
         # Publish, count, read the others' results: the order shows that it runs last.
         order = (
             r"fence\.|membar\.|atom\.acq_rel\.gpu\.global\.add\.u64|bar(?:rier)?\.(?:cta\.)?sync"
@@ -286,12 +242,10 @@ def instructions(listing: str) -> list[str]:
 def test_fixed_instructions_in_the_docs(sass):
     """Before the first load of a gradient, and from its last access to the program's count."""
     expected = []
-    for kind, (kernel, *switches) in KINDS.items():
+    for kind, switches in KINDS.items():
         counts = []
-        if kernel != "pass":
-            continue
         for name in (*FORMATS[:1], *FORMATS[2:], *FORMATS[1:2]):
-            code = instructions(sass[Variant(kernel, name, *switches)])
+            code = instructions(sass[Variant(name, *switches)])
             at = [i for i, each in enumerate(code) if re.match(r"(LDG|STG)\.E\.128\b", each)]
             [counted] = [i for i, each in enumerate(code) if re.match(r"ATOM\S*\.ADD\b", each)]
             counts.append(f"{at[0]}, {counted - at[-1] - 1}")
@@ -302,19 +256,10 @@ def test_fixed_instructions_in_the_docs(sass):
     assert table.splitlines()[2:] == expected, "\n".join(expected)
 
 
-def test_the_way_through_the_table_begins_before_the_factor_is_there(sass):
+def test_machine_code_of_windows(sass):
     for variant, listing in sass.items():
-        if variant.kernel == "pass" and not variant.clips:  # whose sums come first
-            code = instructions(listing)
-            loads = [i for i, each in enumerate(code) if each.startswith("LDG")]
-            assert any(code[i].startswith("LDG.E.64") for i in loads[:2]), variant
-            assert not [each for each in code[: loads[1]] if each.startswith(("BRA", "CALL"))]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
-def test_machine_code_of_windows(sass, variant):
-    memory = re.findall(r"^\s*/\*\w+\*/\s+(@!?\w+ )?\s*(LDG|STG)\.E\.128\b", sass[variant], re.M)
-    accesses = "".join("L" if kind == "LDG" else "S" for _, kind in memory)
-    assert "L" * READ_AHEAD in accesses, "a load waits for a store: " + accesses
-    assert ("S" in accesses) == variant.write, accesses
-    assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", sass[variant]) == []
+        memory = re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?\s*(LDG|STG)\.E\.128\b", listing, re.M)
+        accesses = "".join("L" if kind == "LDG" else "S" for kind in memory)
+        assert "L" * READ_AHEAD in accesses, f"{variant}: a load waits for a store: {accesses}"
+        assert ("S" in accesses) == variant.write, (variant, accesses)
+        assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", listing) == []

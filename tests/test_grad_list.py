@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
-import subprocess
 import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -79,14 +77,13 @@ def test_params_may_be_any_iterable(container: str) -> None:
     assert_same(*sides)
 
 
-class Counted(torch.nn.Parameter):
-    """Counts reads of its gradient."""
-
-    reads = 0
+class Hidden(torch.nn.Parameter):
+    """Whose property hides the gradient that the tensor itself holds."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        type(self).reads += 1
+        if self.hidden is None:
+            raise ZeroDivisionError("no gradient today")
         return self.hidden
 
     @grad.setter
@@ -94,67 +91,25 @@ class Counted(torch.nn.Parameter):
         self.hidden = value
 
 
-def counted(value: float) -> Counted:
-    parameter = Counted(torch.ones(2))
-    parameter.grad = torch.tensor([1.0, value])
-    return parameter
-
-
 def test_gradients_of_subclasses_are_read_through_their_property() -> None:
     for value in (2.0, math.inf):
         sides = []
         for scaler_type in (GradScaler, TorchScaler):
-            params = [counted(value), parameter_with(torch.ones(3)), counted(1.0)]
-            # The property hides the gradient that the tensor itself holds.
+            params = [Hidden(torch.ones(2)), parameter_with(torch.ones(3))]
+            params[0].grad = torch.tensor([1.0, value])
             torch.Tensor.grad.__set__(params[0], torch.full((2,), 7.0))
             groups = Groups(lambda params=params: [{"params": params}])
             scaler = started(scaler_type)
-            Counted.reads = 0
             scaler.unscale_(groups)
-            if scaler_type is GradScaler:
-                assert Counted.reads == 2, "once for each parameter of this class"
             scaler.step(groups)
-            sides.append(([p.hidden for p in (params[0], params[2])], params[1].grad, groups.steps))
+            sides.append((params[0].hidden, params[1].grad, groups.steps))
             assert torch.Tensor.grad.__get__(params[0]).tolist() == [7.0, 7.0]
+            params[0].grad = None
+            scaler.update()
+            with pytest.raises(ZeroDivisionError, match="no gradient today"):
+                scaler.unscale_(groups)
+            sides[-1] += (params[1].grad,)
         assert_same(*sides)
-
-
-def test_a_subclass_property_that_raises_is_heard() -> None:
-    class Broken(torch.nn.Parameter):
-        @property
-        def grad(self) -> torch.Tensor:
-            raise ZeroDivisionError("no gradient today")
-
-    good = parameter_with(torch.ones(2))
-    for scaler_type in (GradScaler, TorchScaler):
-        with pytest.raises(ZeroDivisionError, match="no gradient today"):
-            started(scaler_type).unscale_(
-                Groups(lambda: [{"params": [good, Broken(torch.ones(1))]}])
-            )
-    assert good.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.slow
-def test_a_subclass_property_that_gives_no_tensor() -> None:
-    # In a process of its own, which such misuse may end.
-    script = """
-        import torch, ampfast
-        class Odd(torch.nn.Parameter):
-            grad = [1.0]
-        class Groups:
-            param_groups = [{"params": [Odd(torch.ones(1))]}]
-        for scaler_type in (torch.amp.GradScaler, ampfast.GradScaler):
-            scaler = scaler_type("cpu")
-            scaler.scale(torch.ones(()))
-            try:
-                scaler.unscale_(Groups)
-            except (AttributeError, TypeError) as error:
-                print("list" in str(error))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr
 
 
 def test_nothing_is_kept_after_the_call() -> None:
