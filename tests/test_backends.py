@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import runpy
 import sys
-import sysconfig
 import warnings
 
 import pytest
@@ -16,7 +15,7 @@ from support.reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
 import ampfast
-from ampfast import GradScaler, backends, cores, info
+from ampfast import GradScaler, backends, cores
 from ampfast.backends import core, cpu
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -180,23 +179,6 @@ def unlike_gpus(monkeypatch):
     return tried
 
 
-@pytest.mark.parametrize(("name", "least", "old"), [("triton", (8, 0), 3), ("cuda", (7, 0), 1)])
-def test_a_named_backend_is_tried_on_each_gpu(monkeypatch, name, least, old):
-    tried = unlike_gpus(monkeypatch)
-    choice = backends.choose(name)
-    for _ in range(2):
-        for gpu in (GPU, CURRENT, torch.device("cuda", 2)):
-            assert choice.name_for(gpu) == name
-            assert choice.kernels_for(gpu) == f"{name}'s"
-        reason = f"here: cuda:{old} has compute capability below {least[0]}.{least[1]}$"
-        for ask in (choice.name_for, choice.kernels_for):
-            with pytest.raises(RuntimeError, match=reason):
-                ask(torch.device("cuda", old))
-    assert tried == [(name, "cuda:0"), (name, "cuda:2")]
-    if name == "cuda":
-        assert choice.name_for(torch.device("cuda", 3)) == "cuda"
-
-
 def test_the_default_is_that_of_each_gpu(monkeypatch):
     tried = unlike_gpus(monkeypatch)
     choice = backends.choose()
@@ -235,14 +217,6 @@ def test_a_named_backend_leaves_other_devices_theirs(monkeypatch):
         assert backends.choose(name).name_for(GPU) == on_gpu
         assert backends.choose(name).name_for(CPU) == on_cpu
         assert backends.choose(name).devices == (0 if name == "aten" else core.CPU | core.CUDA)
-
-
-def test_cuda_is_not_initialised_for_a_choice(monkeypatch):
-    machine(monkeypatch, {}, {})
-    for name in ("_failure_reason", "_default_on_gpu", "_current_gpu"):
-        monkeypatch.setattr(backends, name, lambda *args: pytest.fail("asked for a GPU"))
-    GradScaler("cpu").scale(torch.ones(()))
-    assert backends.choose().devices == core.CPU | core.CUDA
 
 
 # Trial of the kernels
@@ -294,21 +268,6 @@ def test_kernels_are_tried(monkeypatch, launcher, around, reason):
     if triton.available:
         assert triton.device_types == ("cpu",), "an interpreter has no GPU"
         assert backends.choose("triton").name_for(CPU) == "triton"
-
-
-@pytest.mark.parametrize("missing", ["gcc", "my-cc", "Python.h"])
-def test_info_says_what_triton_lacks_at_run_time(missing, tmp_path, monkeypatch):
-    monkeypatch.setattr(backends, "_launcher", lambda name: Broken())
-    monkeypatch.delenv("CC", raising=False)
-    if missing == "Python.h":
-        monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
-    else:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        if missing == "my-cc":
-            monkeypatch.setenv("CC", missing)
-    lines = info.describe(info.collect()).splitlines()
-    [line] = [line for line in lines if "cannot be compiled" in line]
-    assert "cannot be compiled; at run time Triton needs" in line and missing in line
 
 
 def test_the_core_of_torchs_minor_version_is_chosen(tmp_path):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.comparison import assert_same
-from support.kernel_calls import grads_of, run_check, run_unscale
+from support.kernel_calls import grads_of, run_check
 from support.reference_launcher import ReferenceLauncher, spans_of
 from support.twins import side
 
-from ampfast import _C, GradScaler, functional
+from ampfast import _C, GradScaler
 from ampfast.backends import core
 from ampfast.backends.gpu import DeviceKernels
 
@@ -66,30 +65,6 @@ def test_elements_off_their_own_alignment_are_irregular() -> None:
         assert core.list_of([even], CPU) is not None
 
 
-@pytest.mark.parametrize("drops", ["cleared", "evicted"])
-def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
-    """Freeing its memory may run Python, or another thread."""
-    memory = torch.ones(20_040)
-    lists = [list(memory[i : i + 20_000].split(1)) for i in range(40)]
-    deaths: list[int] = []
-
-    def died(_: object) -> None:
-        deaths.append(_C.tables_made())
-        if len(deaths) < len(lists):
-            _C.clear_tables()
-            table_of(lists[len(deaths)])
-
-    def table_of(tensors: list[torch.Tensor]) -> core.DeviceTable:
-        return core.DeviceTable.of(grads_of(tensors), False)
-
-    watches = [weakref.ref(table_of(tensors).partials, died) for tensors in lists]
-    if drops == "cleared":
-        _C.clear_tables()
-        assert not any(watch() is not None for watch in watches)
-    # Else there were more than are kept.
-    assert deaths
-
-
 @pytest.fixture
 def few_chunks() -> Iterator[None]:
     """Chunks of several windows also in short lists."""
@@ -139,50 +114,6 @@ def test_chunks_of_long_lists() -> None:
         assert found[-1][0] + found[-1][1] == tensor.data_ptr() + 4 * numel
         most = (4 if numel > 2**24 else 1) * _C.ENOUGH_CHUNKS
         assert len(found) <= max(most + 1, 4 * numel // _C.MOST_CHUNK_BYTES + 2)
-
-
-def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
-    class NoBfloat16(ReferenceLauncher):
-        def prepare(self, work: Any, table: Any, segment: Any, is_last: bool) -> None:
-            prepared.append((segment.dtype, is_last))
-            if segment.dtype is torch.bfloat16:
-                raise RuntimeError("no compiler for bfloat16")
-
-    prepared: list[tuple[torch.dtype, bool]] = []
-    launcher = NoBfloat16()
-    kernels = DeviceKernels(launcher)
-    grads = [torch.full((3,), 8.0), torch.full((3,), 8.0, dtype=torch.bfloat16)]
-    found, scale = torch.zeros(()), torch.tensor(4.0)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no compiler for bfloat16"):
-            run_unscale(kernels, grads_of(grads), scale, is_scale=True, found_inf=found)
-    assert launcher.launches == []
-    assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
-    assert set(prepared) == {(torch.float32, False), (torch.bfloat16, True)}
-    prepared.clear()
-    run_unscale(kernels, grads_of(grads[:1]), scale, is_scale=True, found_inf=found)
-    assert grads[0].tolist() == [2.0] * 3
-    assert prepared == [], "one launch alone cannot leave another behind"
-
-
-def test_a_launch_that_fails_leaves_no_flag_behind(
-    launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grads = [torch.full((3,), torch.inf), torch.ones(3, dtype=torch.float16)]
-    plain = launcher.multi_tensor
-
-    def fails(work: Any, table: Any, segment: Any, is_last: bool) -> None:
-        if segment.dtype is torch.float16:
-            raise RuntimeError("no compiler")
-        plain(work, table, segment, is_last)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(launcher, "multi_tensor", fails)
-        with pytest.raises(RuntimeError, match="no compiler"):
-            functional.check_(grads, torch.zeros(()))
-    grads[0].fill_(1.0)
-    functional.check_(grads, found := torch.zeros(()))
-    assert found.item() == 0.0
 
 
 @pytest.mark.parametrize(("name", "more"), [("unscale_", ()), ("clip_grad_norm_", (0.5,))])

@@ -11,7 +11,6 @@ import torch
 from support.clipping_reference import exact_norm
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
@@ -125,15 +124,6 @@ def test_compiled_whole(backend: str) -> None:
         assert_same(compiled(*arguments), whole_step(*twins), "results")
         assert_same(arguments, twins, "arguments")
         assert arguments[1].item() == float(bad == math.inf)
-
-
-def test_fake_tensors() -> None:
-    with FakeTensorMode() as mode:
-        for dtype in FLOATS:
-            for name, (_, arguments) in op_cases(dtype).items():
-                result = getattr(functional, name)(*arguments)
-                assert (result is None) == (name != "update_scale_")
-                assert result is None or result.fake_mode is mode
 
 
 def test_autograd_sees_the_same_writes_as_with_torch() -> None:
@@ -283,13 +273,3 @@ def test_wrong_arguments(name: str) -> None:
             getattr(functional, name)(*arguments.values())
         assert_same(contents(arguments), before, "arguments after the error")
         assert not text or argument in str(raised.value) or "written-to" in text, raised.value
-
-
-def test_ops_refuse_by_themselves() -> None:
-    """The registered op raises the same errors as the module's function."""
-    grads = [torch.full((3,), 4.0)]
-    with pytest.raises(RuntimeError, match="found_inf"):
-        OPS.unscale_(grads, torch.zeros((), dtype=torch.float64), f32(0.5))
-    with pytest.raises(RuntimeError, match="inv_scale"):
-        OPS.unscale_(grads, f32(0), torch.ones(2))
-    assert grads[0].tolist() == [4.0] * 3

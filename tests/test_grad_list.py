@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -146,62 +145,6 @@ def test_nothing_is_kept_after_an_error() -> None:
     for p in params:
         p.grad = None
     assert all(ref.expired() for ref in storages)
-
-
-def random_gradient(rng: random.Random) -> torch.Tensor:
-    dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-    shape = rng.choice([(3,), (17,), (4, 5), (0,), (), (1000,)])
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    if gradient.dim() == 2 and rng.random() < 0.5:
-        gradient = gradient.t()
-    if gradient.numel() and rng.random() < 0.01:
-        gradient[(0,) * gradient.dim()] = rng.choice([math.inf, math.nan])
-    return gradient
-
-
-def random_life(scaler_type: type, seed: int) -> list[Any]:
-    """Replaces, frees, reallocates and moves gradients between steps; returns all results."""
-    rng = random.Random(seed)
-    scaler = scaler_type("cpu", init_scale=3.0, growth_interval=2, growth_factor=1.3)
-    scaler.scale(torch.ones(()))
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(8)]
-    made = [params[:3], params[3:]]
-    groups = Groups(lambda: [{"params": list(group)} for group in made])
-    history: list[Any] = []
-    for _ in range(40):
-        for index in range(len(params)):
-            what = rng.random()
-            if what < 0.25:
-                # The allocator tends to reuse addresses, also for another dtype.
-                params[index].grad = None
-            if what < 0.6:
-                gradient = random_gradient(rng)
-                fresh = torch.nn.Parameter(torch.ones_like(gradient))
-                fresh.grad = gradient
-                for group in made:
-                    group[:] = [fresh if p is params[index] else p for p in group]
-                params[index] = fresh
-            elif params[index].grad is not None and what < 0.8:
-                params[index].grad.mul_(1.5)
-        if rng.random() < 0.2:
-            made.reverse()
-        if rng.random() < 0.2:
-            moved = made[0].pop() if len(made[0]) > 1 else made[1].pop()
-            made[rng.randrange(2)].insert(0, moved)
-        if all(p.grad is None for p in params):
-            continue
-        scaler.unscale_(groups)
-        scaler.step(groups)
-        scaler.update()
-        history.append([None if p.grad is None else p.grad.clone() for p in params])
-        history.append((groups.steps, scaler.state_dict()))
-    return history
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_gradients_replaced_freed_and_reallocated(seed: int) -> None:
-    assert_same(random_life(GradScaler, seed), random_life(TorchScaler, seed))
 
 
 def test_no_tensor_is_made_for_the_gradients() -> None:

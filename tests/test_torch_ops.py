@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampfast import GradScaler, LogMax, Percentile, Sigmas, StepGuard, ZScore, functional
+from ampfast import GradScaler, LogMax, Percentile, Sigmas, StepGuard, ZScore
 from ampfast.backends import core, scalars, torch_ops
 from ampfast.backends.core import Update, compiled, state_layout
 from ampfast.loss_scale import Limits, LossScale
@@ -227,34 +227,6 @@ def test_a_device_without_float64(
         assert all(each.largest > 0 for each in scaler.grad_norms().parameters)
     make().load_state_dict(scaler.state_dict())
     assert copy.deepcopy(scaler).get_scale() == scaler.get_scale()
-
-
-def test_functions_on_a_device_without_float64(
-    without_float64: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
-    grads, flag = [torch.ones(3), torch.ones(2, 2)], torch.zeros(())
-    functional.unscale_(grads, flag, torch.tensor(0.5))
-    functional.check_(grads, flag)
-    assert functional.grad_norm(grads).item() == pytest.approx(math.sqrt(7) / 2)
-    scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
-    functional.update_scale_(scale, tracker, flag, 2.0, 0.5, 1)
-    assert (scale.item(), flag.item()) == (16, 0)
-
-
-def test_a_spike_beside_a_norm_of_another_order_is_a_spike(place: str) -> None:
-    """The orders have no joint norm, and the flag still tells of the spike."""
-    scaler = GradScaler("cpu", backend="aten", init_scale=8.0)
-    pair = [torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1) for _ in range(2)]
-    scaler.scale(torch.ones(()))
-    for each in pair:
-        each.param_groups[0]["params"][0].grad = torch.full((3,), 8.0)
-    scaler.clip_grad_norm_(pair[0], 1.0, skip_above=1e-3)
-    scaler.grad_norm(pair[1], math.inf)
-    for each in pair:
-        scaler.step(each)
-    scaler.update()
-    assert (scaler.get_scale(), scaler.history().spiked.tolist()) == (8.0, [True])
 
 
 def test_a_tracker_beyond_the_interval_grows(place: str) -> None:

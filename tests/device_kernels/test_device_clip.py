@@ -81,30 +81,6 @@ def test_spikes_are_those_of_the_rule(limit: float | Sigmas) -> None:
         assert rule.restarts
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("limit", [20.0, Sigmas(6, window=2)], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_limit_of_a_scaler(dtype: torch.dtype, limit: Any, fused: bool) -> None:
-    """Decided in the pass that unscales or checks, of values that are not multiples of it."""
-    optimizer = sgd_with(torch.ones(2 * window(dtype) + 3, dtype=dtype), torch.ones(5, dtype=dtype))
-    optimizer = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1, fused=fused)
-    scaler = ready(optimizer, 3.0, backend=BACKEND, allow_fp16=True, skip_above=limit)
-    reasons, norms, exact = [], [], []
-    for size in (1.0, 1.25, 1.0, 50.0, INF):
-        scaler.scale(torch.ones(()))
-        for grad in grads_of(optimizer):
-            grad.zero_()
-            grad[-2:] = 6.0 * size
-        exact.append(4.0 * size * (1.0 if scaler.get_scale() == 3.0 else 2.0))
-        scaler.step(optimizer)
-        scaler.update()
-        reasons.append(scaler.skip_reason(optimizer))
-        norms.append(scaler.history().grad_norm[-1].item())
-    assert reasons == [None, None, None, "spike", "overflow"]
-    assert (scaler.stats().spikes, scaler.get_scale()) == (1, 1.5)
-    assert norms == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-6))
-
-
 @pytest.mark.parametrize("order", [2.0, INF])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:

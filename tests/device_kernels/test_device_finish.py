@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +20,7 @@ from device_parity import (
 )
 from support.comparison import FLOATS, assert_same
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
-from support.kernel_parity import exact_bits, flag, inverse_of, reference_norms, wide
-from support.tracking_reference import marked, track_for
+from support.kernel_parity import exact_bits, flag, inverse_of, reference_norms
 
 from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout
@@ -70,28 +69,6 @@ def torch_updated(case: str, found: float) -> list[torch.Tensor]:
 
 def new_sums() -> torch.Tensor:
     return torch.empty(2, dtype=torch.float64)
-
-
-# Flags
-
-
-@pytest.mark.parametrize("given", [0.0, 1.0, 2.0, math.nan])
-@pytest.mark.parametrize("bad", [False, True])
-def test_a_given_flag_accumulates(given: float, bad: bool) -> None:
-    def make() -> list[torch.Tensor]:
-        grads = mixed()
-        grads[-1][3] = math.nan if bad else 1.0
-        return grads
-
-    for run, more in (
-        (run_check, ()),
-        (run_check, (flag(2.0),)),
-        (lambda *given, **to: run_unscale(*given, is_scale=True, **to), (flag(2.0),)),
-    ):
-        memory = torch.tensor([7.5, given, 7.5])
-        found = memory[1:2]
-        assert run(KERNELS, grads_of(make()), *more, found_inf=found) is found
-        assert_same(memory, torch.tensor([7.5, 1.0 if bad else given, 7.5]))
 
 
 # Norms
@@ -235,53 +212,10 @@ def test_fused_update_takes_another_flag(other: float, given: float | None) -> N
         assert_same([scale, tracker], torch_updated("grows", skipped))
 
 
-def test_norms_and_marks_ride_with_the_update() -> None:
-    grads = [g for g in mixed() if g.numel()]
-    grads[4][2] = math.nan
-    scale, tracker, factors = state("defaults")
-    ending = KERNELS.ending(Update(scale, tracker, (), *factors))
-    sums, track = new_sums(), track_for(len(grads))
-    more: dict[str, Any] = {"ending": ending, "sums": sums, "track": track}
-    run_unscale(KERNELS, grads_of(grads), scale, is_scale=True, **more)
-    assert sums.isnan().all()
-    assert marked(track).index(True) == 4 and sum(marked(track)) == 1
-    assert_same([scale, tracker], torch_updated("defaults", 1.0))
-
-
 DOUBLE = "must be a contiguous tensor of {} elements of Double"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sums": torch.empty(2)}, "sums " + DOUBLE.format(2)),
-        ({"sums": torch.empty(3, dtype=torch.float64)}, "2 elements of Double"),
-        ({"sums": torch.empty(2, dtype=torch.float64, device="meta")}, "of Double on cpu"),
-        ({"sums": new_sums(), "coefficient": wide(0.5)}, "pass before"),
-        ({"coefficient": flag(0.5)}, "coefficient " + DOUBLE.format(1)),
-        ({"found_inf": wide(0.0)}, "found_inf must be a contiguous tensor of 1 elements of Float"),
-    ],
-)
-def test_arguments_that_kernels_would_misread(arguments: dict, message: str) -> None:
-    grad = torch.full((3,), 8.0)
-    with pytest.raises(RuntimeError, match=message):
-        run_unscale(KERNELS, grads_of([grad]), flag(4.0), is_scale=True, **arguments)
-    assert grad.tolist() == [8.0] * 3
-
-
 # The update alone
-
-
-def updated(case: str, flags: Sequence[float]) -> list[torch.Tensor]:
-    scale, tracker, factors = state(case)
-    assert KERNELS.update(Update(scale, tracker, [flag(f) for f in flags], *factors))
-    return [scale, tracker]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_update_alone(case: str) -> None:
-    for found in (0.0, 1.0):
-        assert_same(updated(case, [found]), torch_updated(case, found))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
@@ -291,7 +225,9 @@ def test_any_flag_counts(count: int) -> None:
             flags = [0.0] * count
             flags[place] = value
             expected = torch_updated("grows", float(value != 0))
-            assert_same(updated("grows", flags), expected)
+            scale, tracker, factors = state("grows")
+            assert KERNELS.update(Update(scale, tracker, [flag(f) for f in flags], *factors))
+            assert_same([scale, tracker], expected)
 
 
 def test_a_lowered_interval_still_grows() -> None:

@@ -7,18 +7,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import modes
 import pytest
 import torch
 from batches import KINDS, random_batch, run_batch
 from device_parity import BACKEND, CPU, KERNELS, guarded, normal, window
-from epilogues import epilogues
 from support.comparison import FLOATS, assert_same
 from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import flag, wide
 from support.requested_kernels import ON_HOST
-
-from ampfast.backends.core import WINDOW_BYTES
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.
@@ -40,20 +36,6 @@ def test_random_lists(
     kind, factor = KINDS[seed % 3], FACTORS[seed]
     is_scale = chance.random() < 0.5
     run_batch(KERNELS, batch, CPU, kind=kind, factor=factor, is_scale=is_scale, seed=seed)
-
-
-@pytest.mark.parametrize(
-    ("programs", "launches"), [(1, LAUNCHES), (4, LAUNCHES), (13, LAUNCHES // 4)]
-)
-def test_many_launches_find_every_infinity(
-    programs: int, launches: int, limit_programs: Callable[[int], None]
-) -> None:
-    limit_programs(programs)
-    elements = programs * WINDOW_BYTES // 2
-    factors = (2.0, 0.5, 3)
-    found, expected, state = epilogues(KERNELS, CPU, elements, launches, launches, factors)
-    assert found == 0, f"{found} of {launches} flags are wrong"
-    assert state == expected
 
 
 @contextlib.contextmanager
@@ -110,17 +92,3 @@ def test_a_coefficient_of_1_reads_no_gradient(
             assert record.read < grad.nbytes / 4 and record.written <= 4 + 2 * 8
         elif record is not None:
             assert min(record.read, record.written) >= grad.nbytes
-
-
-def test_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Modes run under compute-sanitizer on a GPU: their expected results."""
-    # A dtype that is widened and one that is not; other tests have the values of all.
-    monkeypatch.setattr(modes, "FLOATS", (torch.float16, torch.float64))
-    assert modes.run(BACKEND or "cpu", CPU) == 0, capsys.readouterr().out
-    # The expectations would catch it.
-    every = modes.modes
-    chosen = lambda *given: [m for m in every(*given) if m[0] == "unscale"]  # noqa: E731
-    monkeypatch.setattr(modes, "modes", chosen)
-    monkeypatch.setattr(modes, "FLOATS", (torch.float32,))
-    monkeypatch.setattr(modes, "flag", lambda value, device: torch.full((), value + 1.0))
-    assert modes.run(BACKEND or "cpu", CPU) > 0

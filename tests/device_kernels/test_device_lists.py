@@ -15,7 +15,6 @@ from device_parity import (
     check_unscales,
     every_16_bit_value,
     guarded,
-    launch,
     mixed,
     normal,
     offsets,
@@ -23,7 +22,7 @@ from device_parity import (
     window,
 )
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import flag, last_finite, random_bits, wide
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -113,19 +112,6 @@ def test_values(dtype: torch.dtype, factor: float) -> None:
         if chosen.numel():
             check_unscales(lambda chosen=chosen: [guarded(chosen, 1)], factor)
             check_reads(lambda chosen=chosen: [guarded(chosen, 1)], [factor])
-
-
-def test_nothing_is_launched_for_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "multi_tensor", lambda *_: pytest.fail("launched"))
-    sums = torch.full((2,), math.nan, dtype=torch.float64)
-    for grads in ([], [torch.ones(0), torch.ones(3, 0, dtype=torch.float16)]):
-        assert run_check(KERNELS, grads_of(grads)).item() == 0.0
-        assert run_unscale(KERNELS, grads_of(grads), flag(0.5), is_scale=False).item() == 0.0
-        given = flag(1.0)
-        assert run_check(KERNELS, grads_of(grads), found_inf=given) is given
-        assert given.item() == 1.0
-        run_sums(KERNELS, grads_of(grads), flag(2.0), is_scale=True, sums=sums)
-        assert sums.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
