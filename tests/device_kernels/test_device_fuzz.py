@@ -1,4 +1,4 @@
-"""Random lists, many epilogues and bytes moved: the GPU tests, scaled down."""
+"""Random lists and bytes moved: the GPU tests, scaled down."""
 
 from __future__ import annotations
 
