@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import runpy
 import sys
+import sysconfig
 import warnings
 
 import pytest
@@ -259,8 +260,9 @@ DOES_NOT_RUN = "its kernel does not run: ValueError: cannot be compiled"
     ],
     ids=["works", "inference", "mode", "dtype", "wrong", "broken"],
 )
-def test_kernels_are_tried(monkeypatch, launcher, around, reason):
+def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
     monkeypatch.setattr(backends, "_launcher", lambda name: launcher)
+    monkeypatch.setenv("CC", "my-cc")
     with around:
         [triton] = [entry for entry in backends.report() if entry.name == "triton"]
     assert triton.available == (reason == "")
@@ -268,6 +270,12 @@ def test_kernels_are_tried(monkeypatch, launcher, around, reason):
     if triton.available:
         assert triton.device_types == ("cpu",), "an interpreter has no GPU"
         assert backends.choose("triton").name_for(CPU) == "triton"
+    if reason == DOES_NOT_RUN:
+        assert "; at run time Triton needs a C compiler: install my-cc" in triton.reason
+        monkeypatch.setenv("CC", "sh")
+        monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
+        backends._failure_reason.cache_clear()
+        assert f"no {tmp_path}/Python.h" in str(backends.report())
 
 
 def test_the_core_of_torchs_minor_version_is_chosen(tmp_path):
