@@ -71,14 +71,6 @@ def test_update_scale_as_torch() -> None:
         assert_same(ours, theirs, f"update_scale_{(scale, tracker, found, *rest)}")
 
 
-@pytest.mark.parametrize(("tracker", "interval"), [(5, 3), (1, 1), (INT32_MAX, 7)])
-def test_an_interval_lowered_below_the_tracker_grows(tracker: int, interval: int) -> None:
-    for found, expected in ((0.0, 8.0), (1.0, 2.0)):
-        scale, growth_tracker = f32(4.0), i32(tracker)
-        functional.update_scale_(scale, growth_tracker, f32(found), 2.0, 0.5, interval)
-        assert (scale.item(), growth_tracker.item()) == (expected, 0)
-
-
 def op_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     grads = [torch.randn(4, 3).to(dtype), torch.randn(5).to(dtype)]
     state = (f32(8.0), i32(1))

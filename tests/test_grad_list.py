@@ -136,17 +136,6 @@ def test_nothing_is_kept_after_the_call() -> None:
     assert not any(ref() is not None for ref in dying)
 
 
-def test_nothing_is_kept_after_an_error() -> None:
-    half = parameter_with(torch.ones(2, dtype=torch.float16))
-    params = [parameter_with(torch.ones(3)), half]
-    storages = [StorageWeakRef(p.grad.untyped_storage()) for p in params]
-    with pytest.raises(ValueError, match="FP16"):
-        started().unscale_(Groups(lambda: [{"params": params}]))
-    for p in params:
-        p.grad = None
-    assert all(ref.expired() for ref in storages)
-
-
 def test_no_tensor_is_made_for_the_gradients() -> None:
     params = [parameter_with(torch.ones(50_000)) for _ in range(10)]
     scaler = started()
