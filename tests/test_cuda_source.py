@@ -6,8 +6,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +13,9 @@ import pytest
 from support.nvcc import FLAGS, NVCC, SETUP
 from support.registers_table import DOCUMENTED, PAGE, cells, registers_table
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
-FORMATS = ("Float32", "Float64", "Float16", "BFloat16")
+SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "multi_tensor.cu"
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
 REGISTERS = 64
-# With them the checks of each dtype fill a multiprocessor of compute capability 9.0 as they would
-# without an update that rides in them: 16 programs of float32, 12 of others.
-CHECK_REGISTERS = {"Float32": 32, "Float64": 40, "Float16": 40, "BFloat16": 40}
 READ_AHEAD = 4
 SM = "90"
 pytestmark = [
@@ -36,57 +29,21 @@ is_documented = pytest.mark.skipif(
     reason="the registers of the docs are of nvcc 13.0",
 )
 
-
-class Variant(NamedTuple):
-    """Compile-time switches of a pass."""
-
-    kernel: str
-    format: str
-    write: bool = False
-    norm: bool = False
-    coefficient: bool = False
-    clips: bool = False
-    pairs: bool = False
-
-
-MODES = [
-    *((*switches, False, False) for switches in product((False, True), repeat=2)),
-    (True, False, True, False),
-]
-VARIANTS = [
-    *(Variant("pass", name, *mode) for name in FORMATS for mode in MODES),
-    *(Variant("pass", name, *mode, pairs=True) for name in FORMATS[2:] for mode in MODES),
-    *(Variant("pass", name, True, False, True, True) for name in FORMATS),
-]
-
-
-SWITCHES = {
-    "check": (False, False),
-    "check_norm": (False, True),
-    "unscale": (True, False),
-    "unscale_norm": (True, True),
-    "clip": (True, False, True),
-    "clip_by": (True, False, True, True),
+TABLES = ("float32", "float64", "float16", "bfloat16")
+# Passes by their rows in docs/kernels.md, if any, and whether they write.
+PASSES = {
+    "check": ("check", False),
+    "check_norm": ("check and norm", False),
+    "unscale": ("unscale", True),
+    "unscale_norm": (None, True),
+    "clip": ("unscale and clip", True),
+    "clip_by": (None, True),
 }
-
-
-def variant_of(symbol: str) -> Variant | None:
-    """Switches of a kernel by its name, or None for one that is no pass over a table."""
-    found = re.fullmatch(r"ampfast_(\w+?)_(b?float\d\d)(_pairs)?", symbol)
-    if found is None or found[1] not in SWITCHES:
-        return None
-    name = found[2].capitalize().replace("Bf", "BF")
-    return Variant("pass", name, *SWITCHES[found[1]], pairs=found[3] is not None)
-
-
-class Usage(NamedTuple):
-    """Resources of one kernel for one architecture, by `ptxas -v`."""
-
-    architecture: str
-    symbol: str
-    stack: int
-    spilled: int
-    registers: int
+KERNELS = {
+    f"ampfast_{name}_{table}": writes
+    for name, (_, writes) in PASSES.items()
+    for table in (*TABLES, *(f"{half}_pairs" for half in TABLES[2:] if name != "clip_by"))
+}
 
 
 class Build(NamedTuple):
@@ -96,143 +53,70 @@ class Build(NamedTuple):
     log: str
     folder: Path
 
-    def usages(self) -> Iterator[Usage]:
+    def usages(self) -> list[tuple[str, str, int, int]]:
+        """Kernel, architecture, bytes in local memory and registers, by `ptxas -v`."""
         pattern = (
             r"Compiling entry function '(\w+)' for 'sm_(\d+)'\n.*\n"
             r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
             r".*Used (\d+) registers"
         )
-        for symbol, architecture, stack, stores, loads, registers in re.findall(pattern, self.log):
-            spilled = int(stores) + int(loads)
-            yield Usage(architecture, symbol, int(stack), spilled, int(registers))
-
-    def ptx(self, architecture: str) -> str:
-        return next(self.folder.glob(f"*compute_{architecture}.ptx")).read_text()
-
-
-def by_variant(text: str, start: str) -> dict[Variant, str]:
-    """Splits a listing at lines that match `start` and name a kernel."""
-    parts = re.split(start, text, flags=re.MULTILINE)
-    named = zip(parts[1::2], parts[2::2], strict=True)
-    return {variant: body for name, body in named if (variant := variant_of(name)) is not None}
-
-
-def project_architectures() -> list[str]:
-    """Architectures of setup.py that this nvcc supports, as digits."""
-    return [flag.partition("sm_")[2] for flag in SETUP.targets(NVCC) if "code=sm_" in flag]
+        found = re.findall(pattern, self.log)
+        return [(name, sm, sum(map(int, kept)), int(used)) for name, sm, *kept, used in found]
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Kernels compiled for all architectures in one run that keeps PTX and machine code."""
     folder = tmp_path_factory.mktemp("cuda")
-    architectures = project_architectures()
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+    known = [flag.partition("sm_")[2] for flag in SETUP.targets(NVCC) if "code=sm_" in flag]
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
     output = ["--keep", "--keep-dir", str(folder), "-o", str(folder / "all.fatbin")]
-    how = ["-fatbin", "-Xptxas", "-v"]
-    done = subprocess.run(
-        [str(NVCC), *FLAGS, *targets, *how, *output, str(SOURCE)],
-        capture_output=True,
-        text=True,
-    )
+    command = [str(NVCC), *FLAGS, *targets, "-fatbin", "-Xptxas", "-v", *output, str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return Build(architectures, done.stderr, folder)
+    return Build(known, done.stderr, folder)
 
 
 @pytest.fixture(scope="module")
-def tool() -> str:
-    """Path of cuobjdump."""
+def sass(build: Build) -> dict[str, str]:
+    """Machine code of each pass for one architecture."""
+    packaged = None
+    if (triton := importlib.util.find_spec("triton")) and triton.origin:
+        packaged = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     beside = Path(str(NVCC)).resolve().parent / "cuobjdump"
-    found = shutil.which("cuobjdump") or shutil.which(beside) or packaged_cuobjdump()
-    if found is None:
+    found = [each for each in ("cuobjdump", beside, packaged) if each and shutil.which(each)]
+    if not found:
         pytest.skip("cuobjdump is neither on the PATH nor in the toolkit or Triton")
-    return found
-
-
-@pytest.fixture(scope="module")
-def sass(build: Build, tool: str) -> dict[Variant, str]:
-    """Machine code of each variant for one architecture."""
     cubin = next(build.folder.glob(f"*_{SM}.cubin"))
-    listing = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True)
-    return by_variant(listing.stdout, r"^\s*Function : (\w+)$")
-
-
-def packaged_cuobjdump() -> str | None:
-    """cuobjdump bundled with Triton."""
-    triton = importlib.util.find_spec("triton")
-    if triton is None or triton.origin is None:
-        return None
-    return shutil.which(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-
-
-def test_the_kernels_of_the_package(tool):
-    """Made by the build of the core, where nvcc is."""
-    listed = []
-    for option in ("--list-elf", "--list-ptx"):
-        command = [tool, option, SETUP.KERNELS]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        listed += re.findall(r"\bsm_(\d+)\.(?:cubin|ptx)$", done.stdout, re.MULTILINE)
-    assert listed == [*project_architectures(), project_architectures()[0]]
-    assert SETUP.KERNELS.stat().st_size <= 10 * 2**20
-
-
-def test_compiles_without_a_warning(build):
-    assert "warning" not in build.log.lower(), build.log
-
-
-def test_every_variant_exists_for_every_architecture(build):
-    compiled = [
-        (usage.architecture, variant)
-        for usage in build.usages()
-        if (variant := variant_of(usage.symbol)) is not None
-    ]
-    expected = [(architecture, v) for architecture in build.architectures for v in VARIANTS]
-    assert sorted(compiled) == sorted(expected)
-
-
-def test_nothing_is_kept_in_memory_for_want_of_registers(build):
-    usages = list(build.usages())
-    assert usages
-    assert [usage for usage in usages if usage.stack or usage.spilled] == []
-    assert [usage for usage in usages if usage.registers > REGISTERS] == []
-
-
-KINDS = {
-    "check": ("pass", False, False, False),
-    "check and norm": ("pass", False, True, False),
-    "unscale": ("pass", True, False, False),
-    "unscale and clip": ("pass", True, False, True),
-}
-
-
-@is_documented
-def test_updates_take_no_programs_from_checks(build):
-    checks = {
-        v: usage.registers
-        for usage in build.usages()
-        if usage.architecture == SM
-        and (v := variant_of(usage.symbol)) is not None
-        and v == Variant("pass", v.format, pairs=v.pairs)
+    command = [found[0], "-sass", cubin]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *parts = re.split(r"^\s*Function : (\w+)$", listing, flags=re.MULTILINE)
+    return {
+        name: code for name, code in zip(parts[::2], parts[1::2], strict=True) if name in KERNELS
     }
-    assert len(checks) == len(FORMATS) + 2, "two of pairs"
-    assert {v: used for v, used in checks.items() if used > CHECK_REGISTERS[v.format]} == {}
+
+
+def test_every_kernel_exists_and_keeps_nothing_in_memory(build):
+    assert "warning" not in build.log.lower(), build.log
+    usages = build.usages()
+    compiled = [(name, sm) for name, sm, *_ in usages if name in KERNELS]
+    assert sorted(compiled) == sorted((name, sm) for name in KERNELS for sm in build.architectures)
+    assert [each for each in usages if each[2] or each[3] > REGISTERS] == []
 
 
 @is_documented
 def test_registers_in_the_docs(build):
-    used = {variant_of(u.symbol): u.registers for u in build.usages() if u.architecture == SM}
-    names = [str(dtype).removeprefix("torch.").capitalize() for dtype in DOCUMENTED]
-    for kind, (kernel, *switches) in KINDS.items():
-        found = [
-            used[Variant(kernel, "BFloat16" if name == "Bfloat16" else name, *switches)]
-            for name in names
-        ]
-        assert registers_table()["CUDA", kind] == cells(found), kind
+    used = {name: registers for name, sm, _, registers in build.usages() if sm == SM}
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in DOCUMENTED]
+    for name, (row, _) in PASSES.items():
+        if row is not None:
+            found = [used[f"ampfast_{name}_{dtype}"] for dtype in dtypes]
+            assert registers_table()["CUDA", row] == cells(found), row
 
 
 def test_arithmetic_is_exact_in_ptx(build):
     for architecture in build.architectures:
-        ptx = build.ptx(architecture)
+        ptx = next(build.folder.glob(f"*compute_{architecture}.ptx")).read_text()
         # Contraction would round once where torch rounds twice; a product or sum without `.rn` may
         # still be contracted by ptxas.
         for inexact in (r"\bfma\.", r"\.ftz", r"\.approx", r"\bdiv\.full"):
@@ -241,39 +125,6 @@ def test_arithmetic_is_exact_in_ptx(build):
         inexact = r"(?<!\.)\b(?:mul|add|sub)\.(?:f|bf)\d\w*\s.*$"
         assert re.findall(inexact, ptx, re.MULTILINE) == []
         assert len(re.findall(r"\bmul\.rn\.f32\b", ptx)) > 100, "the pattern above sees products"
-
-
-def test_windows_are_vectors_in_ptx(build):
-    for architecture in build.architectures:
-        kernels = by_variant(build.ptx(architecture), r"\.entry (\w+)\(")
-        assert sorted(kernels) == sorted(VARIANTS)
-        for variant, body in kernels.items():
-            loads = re.findall(r"\bld\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
-            stores = re.findall(r"\bst\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
-            assert len(loads) == READ_AHEAD, (architecture, variant)
-            each = 2 if variant.pairs else 1  # of float32 values
-            assert len(stores) == each * READ_AHEAD * variant.write, (architecture, variant)
-            generic = re.findall(r"\b(?:ld|st)\.(?:v\d\.)?[busf]\d+\b.*$", body, re.MULTILINE)
-            assert generic == [], (architecture, variant)
-
-
-def test_last_program_is_ordered(build):
-    for variant, body in by_variant(build.ptx(SM), r"\.entry (\w+)\(").items():
-        if variant.kernel != "pass":
-            assert "atom.acq_rel" not in body
-            continue
-        # Publish, count, read the others' results: the order shows that it runs last.
-        order = (
-            r"fence\.|membar\.|atom\.acq_rel\.gpu\.global\.add\.u64|bar(?:rier)?\.(?:cta\.)?sync"
-        )
-        steps = [step[:3] for step in re.findall(order, body)]
-        at = steps.index("ato")
-        assert steps[at - 1] == steps[at + 1] == "bar", (variant, steps)
-        # It orders all, once, in place of fences.
-        assert {"fen", "mem"}.isdisjoint(steps) and steps.count("ato") == 1, (variant, steps)
-        # There the peak is an integer, the partial sums are not.
-        assert re.search(r"\bld\.global\.cg\.[sub]64 %rd", body), variant
-        assert re.search(r"\bld\.global\.cg\.f64 %fd", body), variant
 
 
 def instructions(listing: str) -> list[str]:
@@ -286,35 +137,25 @@ def instructions(listing: str) -> list[str]:
 def test_fixed_instructions_in_the_docs(sass):
     """Before the first load of a gradient, and from its last access to the program's count."""
     expected = []
-    for kind, (kernel, *switches) in KINDS.items():
+    for name, (row, _) in PASSES.items():
         counts = []
-        if kernel != "pass":
-            continue
-        for name in (*FORMATS[:1], *FORMATS[2:], *FORMATS[1:2]):
-            code = instructions(sass[Variant(kernel, name, *switches)])
+        for dtype in DOCUMENTED:
+            code = instructions(sass[f"ampfast_{name}_{str(dtype).removeprefix('torch.')}"])
             at = [i for i, each in enumerate(code) if re.match(r"(LDG|STG)\.E\.128\b", each)]
             [counted] = [i for i, each in enumerate(code) if re.match(r"ATOM\S*\.ADD\b", each)]
             counts.append(f"{at[0]}, {counted - at[-1] - 1}")
-        expected.append(f"| {kind} | {' | '.join(counts)} |")
-    table = (
-        PAGE.read_text().partition("<!-- fixed:start -->\n")[2].partition("<!-- fixed:end -->")[0]
-    )
-    assert table.splitlines()[2:] == expected, "\n".join(expected)
+        if row is not None:
+            expected.append(f"| {row} | {' | '.join(counts)} |")
+    table = PAGE.read_text().partition("<!-- fixed:start -->\n")[2]
+    found = table.partition("<!-- fixed:end -->")[0].splitlines()[2:]
+    assert found == expected, "\n".join(expected)
 
 
-def test_the_way_through_the_table_begins_before_the_factor_is_there(sass):
-    for variant, listing in sass.items():
-        if variant.kernel == "pass" and not variant.clips:  # whose sums come first
-            code = instructions(listing)
-            loads = [i for i, each in enumerate(code) if each.startswith("LDG")]
-            assert any(code[i].startswith("LDG.E.64") for i in loads[:2]), variant
-            assert not [each for each in code[: loads[1]] if each.startswith(("BRA", "CALL"))]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
-def test_machine_code_of_windows(sass, variant):
-    memory = re.findall(r"^\s*/\*\w+\*/\s+(@!?\w+ )?\s*(LDG|STG)\.E\.128\b", sass[variant], re.M)
-    accesses = "".join("L" if kind == "LDG" else "S" for _, kind in memory)
-    assert "L" * READ_AHEAD in accesses, "a load waits for a store: " + accesses
-    assert ("S" in accesses) == variant.write, accesses
-    assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", sass[variant]) == []
+def test_machine_code_of_windows(sass):
+    assert sorted(sass) == sorted(KERNELS)
+    for name, code in sass.items():
+        memory = re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?\s*(LDG|STG)\.E\.128\b", code, re.M)
+        accesses = "".join("L" if kind == "LDG" else "S" for kind in memory)
+        assert "L" * READ_AHEAD in accesses, f"{name}: a load waits for a store: {accesses}"
+        assert ("S" in accesses) == KERNELS[name], (name, accesses)
+        assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", code) == []

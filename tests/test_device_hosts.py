@@ -1,21 +1,20 @@
-"""Host side of device kernels: locks, alignment, captures, current device."""
+"""Host side of device kernels: locks, alignment, chunks, and what an interrupt leaves behind."""
 
 from __future__ import annotations
 
-import mmap
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.kernel_calls import grads_of, run_check, run_unscale
+from support.comparison import assert_same
+from support.kernel_calls import grads_of, run_check
 from support.reference_launcher import ReferenceLauncher, spans_of
+from support.twins import side
 
-from ampfast import _C
+from ampfast import _C, GradScaler
 from ampfast.backends import core
-from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
@@ -64,58 +63,6 @@ def test_elements_off_their_own_alignment_are_irregular() -> None:
             assert core.list_of([odd], CPU) is None
         even = torch.frombuffer(memory, dtype=dtype, count=3, offset=dtype.itemsize)
         assert core.list_of([even], CPU) is not None
-
-
-def test_lists_that_differ_at_their_end_are_distinguished() -> None:
-    kernels = DeviceKernels(ReferenceLauncher())
-    common = [torch.ones(2) for _ in range(20)]
-    last = [torch.ones(3) for _ in range(20)]
-    before = _C.tables_made()
-    for _ in range(2):
-        for tensor in last:
-            run_check(kernels, grads_of([*common, tensor]))
-    assert _C.tables_made() - before == len(last)
-
-
-@pytest.mark.parametrize("drops", ["cleared", "evicted"])
-def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
-    """Freeing its memory may run Python, or another thread."""
-    memory = torch.ones(20_040)
-    lists = [list(memory[i : i + 20_000].split(1)) for i in range(40)]
-    deaths: list[int] = []
-
-    def died(_: object) -> None:
-        deaths.append(_C.tables_made())
-        if len(deaths) < len(lists):
-            _C.clear_tables()
-            table_of(lists[len(deaths)])
-
-    def table_of(tensors: list[torch.Tensor]) -> core.DeviceTable:
-        return core.DeviceTable.of(grads_of(tensors), False)
-
-    watches = [weakref.ref(table_of(tensors).partials, died) for tensors in lists]
-    if drops == "cleared":
-        _C.clear_tables()
-        assert not any(watch() is not None for watch in watches)
-    # Else there were more than are kept.
-    assert deaths
-
-
-def test_large_tables_are_not_all_kept() -> None:
-    """64 MB in all, so that a sixth of 12 MB goes."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    memory = torch.frombuffer(mmap.mmap(-1, 1 << 32, flags=flags), dtype=torch.float32)
-    _C.set_chunks(enough=1 << 40)
-    watches = []
-    for i in range(7):
-        table = core.DeviceTable.of(grads_of([memory[i:]]), False)
-        nbytes = table.words.nbytes + table.partials.nbytes
-        assert 5 * nbytes < 1 << 26 < 6 * nbytes
-        watches.append(weakref.ref(table.words))
-    del table
-    kept = [watch() is not None for watch in watches]
-    _C.set_chunks()
-    assert kept == [False] * 2 + [True] * 5
 
 
 @pytest.fixture
@@ -169,53 +116,49 @@ def test_chunks_of_long_lists() -> None:
         assert len(found) <= max(most + 1, 4 * numel // _C.MOST_CHUNK_BYTES + 2)
 
 
-def test_chunks_of_100_000_tensors() -> None:
-    memory = torch.ones(400_000)
-    tensors = list(memory.split(4))
-    chunks = chunks_of(tensors)
-    assert chunks == [(tensor.data_ptr(), 16, i) for i, tensor in enumerate(tensors)]
+@pytest.mark.parametrize(("name", "more"), [("unscale_", ()), ("clip_grad_norm_", (0.5,))])
+def test_an_interrupted_launch_leaves_a_step_that_is_skipped(
+    name: str, more: tuple[float, ...], launcher: ReferenceLauncher
+) -> None:
+    run = side(GradScaler)
+    run.scaler.scale(run.loss(3)).backward()
+    held = run.scaler._per_optimizer_states[id(run.optimizer)]
+    plain = launcher.multi_tensor
+
+    def interrupted(work: Any, *more: Any) -> None:
+        if not work.write:
+            plain(work, *more)
+            return
+        assert held["stage"].name == "UNSCALED", "not marked before the first write"
+        assert [flag.item() for flag in held["found_inf_per_device"].values()] == [1.0]
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "multi_tensor", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(run.scaler, name)(run.optimizer, *more)
+    before = [param.detach().clone() for param in run.model.parameters()]
+    assert run.scaler.step(run.optimizer) is None
+    assert_same(before, [param.detach() for param in run.model.parameters()])
+    assert run.scaler.step_skipped(run.optimizer)
 
 
-def test_an_update_without_a_state_cannot_be_undone() -> None:
-    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
-    kernels = DeviceKernels(ReferenceLauncher())
-    ending = kernels.ending(Update(scale, tracker, [], 2.0, 0.5, 1))
-    run_check(kernels, grads_of([torch.ones(3)]), ending=ending)
-    assert (ending.applied, scale.item()) == (True, 4.0)
-    with pytest.raises(RuntimeError, match="without a state cannot be undone"):
-        ending.undo()
+def test_gradients_live_until_the_launch(launcher: ReferenceLauncher) -> None:
+    """What runs before a launch may drop them: nobody else gets their memory."""
+    param = torch.nn.Parameter(torch.zeros(4096))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    param.grad = torch.full((4096,), 8.0)
+    address = param.grad.data_ptr()
+    plain, held = launcher.multi_tensor, []
 
+    def dropping(*work: Any) -> None:
+        param.grad = None
+        held.extend(torch.full((4096,), 8.0) for _ in range(8))
+        plain(*work)
 
-def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
-    class NoBfloat16(ReferenceLauncher):
-        def prepare(self, work: Any, table: Any, segment: Any, is_last: bool) -> None:
-            prepared.append((segment.dtype, is_last))
-            if segment.dtype is torch.bfloat16:
-                raise RuntimeError("no compiler for bfloat16")
-
-    prepared: list[tuple[torch.dtype, bool]] = []
-    launcher = NoBfloat16()
-    kernels = DeviceKernels(launcher)
-    grads = [torch.full((3,), 8.0), torch.full((3,), 8.0, dtype=torch.bfloat16)]
-    found, scale = torch.zeros(()), torch.tensor(4.0)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no compiler for bfloat16"):
-            run_unscale(kernels, grads_of(grads), scale, is_scale=True, found_inf=found)
-    assert launcher.launches == []
-    assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
-    assert set(prepared) == {(torch.float32, False), (torch.bfloat16, True)}
-    prepared.clear()
-    run_unscale(kernels, grads_of(grads[:1]), scale, is_scale=True, found_inf=found)
-    assert grads[0].tolist() == [2.0] * 3
-    assert prepared == [], "one launch alone cannot leave another behind"
-
-
-def test_growth_intervals_that_no_word_holds_are_torchs_to_refuse() -> None:
-    scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
-    kernels = DeviceKernels(ReferenceLauncher())
-    for interval, is_known in [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)]:
-        update = Update(scale, tracker, [torch.zeros(())], 2.0, 0.5, interval)
-        assert (kernels.ending(update) is not None) == is_known
-        assert bool(kernels.update(update)) == is_known
-    assert kernels.ending(Update(scale, tracker, [], 2.0, 0.5, 2.5)) is None
-    assert (scale.item(), tracker.item()) == (8.0, 2)
+    launcher.multi_tensor = dropping  # type: ignore[method-assign]
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    assert held
+    assert all(other.data_ptr() != address and other.eq(8.0).all() for other in held)

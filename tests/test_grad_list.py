@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import random
-import subprocess
 import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -79,14 +76,13 @@ def test_params_may_be_any_iterable(container: str) -> None:
     assert_same(*sides)
 
 
-class Counted(torch.nn.Parameter):
-    """Counts reads of its gradient."""
-
-    reads = 0
+class Hidden(torch.nn.Parameter):
+    """Whose property hides the gradient that the tensor itself holds."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        type(self).reads += 1
+        if self.hidden is None:
+            raise ZeroDivisionError("no gradient today")
         return self.hidden
 
     @grad.setter
@@ -94,67 +90,25 @@ class Counted(torch.nn.Parameter):
         self.hidden = value
 
 
-def counted(value: float) -> Counted:
-    parameter = Counted(torch.ones(2))
-    parameter.grad = torch.tensor([1.0, value])
-    return parameter
-
-
 def test_gradients_of_subclasses_are_read_through_their_property() -> None:
     for value in (2.0, math.inf):
         sides = []
         for scaler_type in (GradScaler, TorchScaler):
-            params = [counted(value), parameter_with(torch.ones(3)), counted(1.0)]
-            # The property hides the gradient that the tensor itself holds.
+            params = [Hidden(torch.ones(2)), parameter_with(torch.ones(3))]
+            params[0].grad = torch.tensor([1.0, value])
             torch.Tensor.grad.__set__(params[0], torch.full((2,), 7.0))
             groups = Groups(lambda params=params: [{"params": params}])
             scaler = started(scaler_type)
-            Counted.reads = 0
             scaler.unscale_(groups)
-            if scaler_type is GradScaler:
-                assert Counted.reads == 2, "once for each parameter of this class"
             scaler.step(groups)
-            sides.append(([p.hidden for p in (params[0], params[2])], params[1].grad, groups.steps))
+            sides.append((params[0].hidden, params[1].grad, groups.steps))
             assert torch.Tensor.grad.__get__(params[0]).tolist() == [7.0, 7.0]
+            params[0].grad = None
+            scaler.update()
+            with pytest.raises(ZeroDivisionError, match="no gradient today"):
+                scaler.unscale_(groups)
+            sides[-1] += (params[1].grad,)
         assert_same(*sides)
-
-
-def test_a_subclass_property_that_raises_is_heard() -> None:
-    class Broken(torch.nn.Parameter):
-        @property
-        def grad(self) -> torch.Tensor:
-            raise ZeroDivisionError("no gradient today")
-
-    good = parameter_with(torch.ones(2))
-    for scaler_type in (GradScaler, TorchScaler):
-        with pytest.raises(ZeroDivisionError, match="no gradient today"):
-            started(scaler_type).unscale_(
-                Groups(lambda: [{"params": [good, Broken(torch.ones(1))]}])
-            )
-    assert good.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.slow
-def test_a_subclass_property_that_gives_no_tensor() -> None:
-    # In a process of its own, which such misuse may end.
-    script = """
-        import torch, ampfast
-        class Odd(torch.nn.Parameter):
-            grad = [1.0]
-        class Groups:
-            param_groups = [{"params": [Odd(torch.ones(1))]}]
-        for scaler_type in (torch.amp.GradScaler, ampfast.GradScaler):
-            scaler = scaler_type("cpu")
-            scaler.scale(torch.ones(()))
-            try:
-                scaler.unscale_(Groups)
-            except (AttributeError, TypeError) as error:
-                print("list" in str(error))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr
 
 
 def test_nothing_is_kept_after_the_call() -> None:
@@ -180,73 +134,6 @@ def test_nothing_is_kept_after_the_call() -> None:
     del p
     gc.collect()
     assert not any(ref() is not None for ref in dying)
-
-
-def test_nothing_is_kept_after_an_error() -> None:
-    half = parameter_with(torch.ones(2, dtype=torch.float16))
-    params = [parameter_with(torch.ones(3)), half]
-    storages = [StorageWeakRef(p.grad.untyped_storage()) for p in params]
-    with pytest.raises(ValueError, match="FP16"):
-        started().unscale_(Groups(lambda: [{"params": params}]))
-    for p in params:
-        p.grad = None
-    assert all(ref.expired() for ref in storages)
-
-
-def random_gradient(rng: random.Random) -> torch.Tensor:
-    dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-    shape = rng.choice([(3,), (17,), (4, 5), (0,), (), (1000,)])
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    if gradient.dim() == 2 and rng.random() < 0.5:
-        gradient = gradient.t()
-    if gradient.numel() and rng.random() < 0.01:
-        gradient[(0,) * gradient.dim()] = rng.choice([math.inf, math.nan])
-    return gradient
-
-
-def random_life(scaler_type: type, seed: int) -> list[Any]:
-    """Replaces, frees, reallocates and moves gradients between steps; returns all results."""
-    rng = random.Random(seed)
-    scaler = scaler_type("cpu", init_scale=3.0, growth_interval=2, growth_factor=1.3)
-    scaler.scale(torch.ones(()))
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(8)]
-    made = [params[:3], params[3:]]
-    groups = Groups(lambda: [{"params": list(group)} for group in made])
-    history: list[Any] = []
-    for _ in range(40):
-        for index in range(len(params)):
-            what = rng.random()
-            if what < 0.25:
-                # The allocator tends to reuse addresses, also for another dtype.
-                params[index].grad = None
-            if what < 0.6:
-                gradient = random_gradient(rng)
-                fresh = torch.nn.Parameter(torch.ones_like(gradient))
-                fresh.grad = gradient
-                for group in made:
-                    group[:] = [fresh if p is params[index] else p for p in group]
-                params[index] = fresh
-            elif params[index].grad is not None and what < 0.8:
-                params[index].grad.mul_(1.5)
-        if rng.random() < 0.2:
-            made.reverse()
-        if rng.random() < 0.2:
-            moved = made[0].pop() if len(made[0]) > 1 else made[1].pop()
-            made[rng.randrange(2)].insert(0, moved)
-        if all(p.grad is None for p in params):
-            continue
-        scaler.unscale_(groups)
-        scaler.step(groups)
-        scaler.update()
-        history.append([None if p.grad is None else p.grad.clone() for p in params])
-        history.append((groups.steps, scaler.state_dict()))
-    return history
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_gradients_replaced_freed_and_reallocated(seed: int) -> None:
-    assert_same(random_life(GradScaler, seed), random_life(TorchScaler, seed))
 
 
 def test_no_tensor_is_made_for_the_gradients() -> None:

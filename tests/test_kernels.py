@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from support.comparison import BITS, FLOATS, assert_same
-from support.gradients import LAYOUTS, WRITABLE_LAYOUTS, make_gradient
+from support.gradients import WRITABLE_LAYOUTS, make_gradient, plant
 from support.kernel_calls import grads_of
 from support.kernel_parity import (
     CHUNK,
@@ -23,19 +25,10 @@ from support.kernel_parity import (
     norms,
     random_bits,
     reference_norms,
-    storage,
     torch_unscale_,
     wide,
 )
-from support.tracking_reference import (
-    check_passes,
-    check_random_lists,
-    check_times,
-    kinds_in,
-    marks_of,
-    track_for,
-    tracked,
-)
+from support.tracking_reference import check_random_lists, check_times
 
 from ampfast import _C, functional
 from ampfast.backends import cpu
@@ -57,18 +50,9 @@ SQUARES_TOLERANCE = {
 LEAST, MOST = 2.0**-40, 2.0**62
 
 
-def test_every_named_capability_can_be_chosen() -> None:
-    assert CAPABILITIES
-    assert len(set(CAPABILITIES)) == len(CAPABILITIES)
-    before = _C.cpu_capability()
-    assert before in CAPABILITIES
-    with pytest.raises(ValueError, match="pentium"):
-        _C.set_cpu_capability("pentium")
-    assert _C.cpu_capability() == before
-
-
 @pytest.mark.parametrize("name", [*CAPABILITIES, "", "pentium"])
 def test_the_environment_chooses_a_capability(name: str) -> None:
+    """The widest by default."""
     script = "from ampfast.backends import core; print(core.cpu_capability())"
     environment = {**os.environ, "AMPFAST_CPU_CAPABILITY": name}
     command = [sys.executable, "-c", script]
@@ -78,15 +62,9 @@ def test_the_environment_chooses_a_capability(name: str) -> None:
     else:
         known = f"AMPFAST_CPU_CAPABILITY may be {', '.join(CAPABILITIES)}"
         assert f"ValueError: this machine has no CPU capability 'pentium': {known}" in said.stderr
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="not x86")
-def test_the_widest_instructions_are_the_default() -> None:
-    best_first = ("avx512", "avx2", "baseline")
-    assert tuple(name for name in best_first if name in CAPABILITIES) == CAPABILITIES
-    widest = torch.backends.cpu.get_cpu_capability().lower()
-    if "ATEN_CPU_CAPABILITY" not in os.environ and widest in best_first:
-        assert CAPABILITIES[0] == widest
+    if platform.machine() in ("x86_64", "AMD64"):
+        best_first = ("avx512", "avx2", "baseline")
+        assert tuple(each for each in best_first if each in CAPABILITIES) == CAPABILITIES
 
 
 @pytest.mark.parametrize("inverse", [0.5, 1.0, 1 / 3])
@@ -94,86 +72,15 @@ def test_the_widest_instructions_are_the_default() -> None:
 @pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
 def test_layouts(capability: str, layout: str, dtype: torch.dtype, inverse: float) -> None:
     check_parity(lambda: [make_gradient(layout, dtype, seed) for seed in range(3)], inverse)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_bad_value_in_each_layout(capability: str, dtype: torch.dtype, bad: float) -> None:
-    for layout in WRITABLE_LAYOUTS:
-        count = make_gradient(layout, dtype).numel()
-        for index in {0, count // 2, count - 1} if count else set():
-
-            def make(layout: str = layout, index: int = index) -> list[torch.Tensor]:
-                gradient = make_gradient(layout, dtype)
-                place = torch.unravel_index(torch.tensor(index), gradient.shape)
-                gradient[tuple(int(i) for i in place)] = bad
-                return [make_gradient("contiguous", dtype, 5), gradient]
-
-            check_parity(make, 0.25)
-
-
-def test_flipped_gradient_is_a_copy(capability: str) -> None:
-    check_parity(lambda: [make_gradient("permuted").flip(0, 2)], 1 / 3)
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_expanded_is_refused_as_in_torch(capability: str, position: int) -> None:
-    grads = [make_gradient("contiguous", seed=1), make_gradient("contiguous", seed=2)]
-    grads.insert(position, make_gradient("expanded"))
-    before = [exact_bits(g) for g in grads]
-    with pytest.raises(RuntimeError) as theirs:
-        torch_unscale_([make_gradient("expanded")], 0.5)
-    for call in (
-        lambda: functional.unscale_(grads, flag(), flag(0.5)),
-        lambda: functional.check_(grads, flag()),
-    ):
-        with pytest.raises(RuntimeError) as ours:
-            call()
-        assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
-    assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
-
-
-STRIDES = [
-    # A dimension of one element may have any stride, and so may any dimension of an empty tensor.
-    ((1, 5), (0, 1)),
-    ((5, 1), (1, 0)),
-    ((1, 1), (7, 9)),
-    ((3, 1, 2), (2, 0, 1)),
-    ((0, 5), (1, 0)),
-    ((5, 0), (0, 0)),
-    # Rows that touch, rows with gaps, and rows that share an element.
-    ((2, 2), (2, 1)),
-    ((2, 2), (3, 1)),
-    ((3, 2), (1, 1)),
-    ((2, 3, 2), (1, 2, 1)),
-    # Each row is one element, or part of it.
-    ((2, 3), (0, 1)),
-    ((2, 3), (1, 0)),
-    ((2, 1, 3), (0, 0, 1)),
-]
-
-
-@pytest.mark.parametrize(("shape", "stride"), STRIDES, ids=str)
-def test_strides_are_judged_as_in_torch(
-    capability: str, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> None:
-    def make() -> list[torch.Tensor]:
-        return [torch.arange(1.0, 20.0).as_strided(shape, stride, 2)]
-
-    try:
-        torch_unscale_(make(), 1 / 3)
-    except RuntimeError:
-        for call in (functional.check_, lambda g, f: functional.unscale_(g, f, flag(1 / 3))):
-            grads = make()
-            with pytest.raises(RuntimeError, match="more than one element of the written-to"):
-                call(grads, flag())
-            assert_same(storage(grads[0]), torch.arange(1.0, 20.0))
-    else:
-        check_parity(make, 1 / 3)
-
-
-def test_every_layout_was_tried() -> None:
-    assert set(LAYOUTS) - set(WRITABLE_LAYOUTS) == {"expanded"}
+    if inverse == 0.5:
+        for where, bad in itertools.product(("first", "middle", "last"), (math.inf, math.nan)):
+            check_parity(
+                lambda where=where, bad=bad: [
+                    make_gradient("contiguous", dtype, 5),
+                    plant(make_gradient(layout, dtype), where, bad),
+                ],
+                0.25,
+            )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -192,24 +99,17 @@ def test_small_sizes_at_every_offset(capability: str, dtype: torch.dtype, invers
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bad_value_at_every_position(capability: str, dtype: torch.dtype) -> None:
-    bad = (math.inf, -math.inf, math.nan)
-    inverse = flag(0.5)
     for count in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 70):
-        for position in range(count):
+        for position in (*range(count), None):
             for write in (False, True):
-                gradient = torch.ones(count + 1, dtype=dtype)[1:]
-                gradient[position] = bad[position % 3]
-                found = flag()
+                gradient, found = torch.ones(count + 1, dtype=dtype)[1:], flag()
+                if position is not None:
+                    gradient[position] = (math.inf, -math.inf, math.nan)[position % 3]
                 if write:
-                    functional.unscale_([gradient], found, inverse)
+                    functional.unscale_([gradient], found, flag(0.5))
                 else:
                     functional.check_([gradient], found)
-                assert found.item() == 1.0, (count, position, write)
-    for count in range(71):
-        found = flag()
-        functional.unscale_([torch.ones(count, dtype=dtype)], found, inverse)
-        functional.check_([torch.ones(count, dtype=dtype)], found)
-        assert found.item() == 0.0, count
+                assert found.item() == (position is not None), (count, position, write)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -232,47 +132,19 @@ def test_sizes_around_the_chunk(capability: str, dtype: torch.dtype, size: int) 
 
 
 @pytest.mark.parametrize("inverse", INVERSES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_all_16_bit_values(capability: str, dtype: torch.dtype, inverse: float) -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_values(capability: str, dtype: torch.dtype, inverse: float) -> None:
+    """All of 16 bits, or random ones; also strided; then those that stay finite."""
+    every = random_bits(2**16, dtype, 3)
+    if dtype.itemsize == 2:
+        every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = torch.cat([every, torch.zeros(2**10, dtype=dtype), -torch.zeros(2**10, dtype=dtype)])
     check_parity(lambda: [every.clone()], inverse)
-    # A strided view takes the non-contiguous path.
-    check_parity(lambda: [every.clone().reshape(256, 256).t()], inverse)
+    check_parity(lambda: [every.clone().reshape(-1, 256).t()], inverse)
     written = every.clone()
     torch_unscale_([written], inverse)
-    harmless = every[written.isfinite()]
-    check_parity(lambda: [harmless.clone()], inverse)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_each_non_finite_16_bit_value_is_found(capability: str, dtype: torch.dtype) -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    for value in every[~every.isfinite()]:
-        gradient = torch.full((5,), 2.0, dtype=dtype)
-        gradient[2] = value
-        functional.check_([gradient], found := flag())
-        assert found.item() == 1.0, value
-    functional.check_([every[every.isfinite()]], found := flag())
-    assert found.item() == 0.0
-
-
-@pytest.mark.parametrize("inverse", INVERSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_random_bit_patterns(capability: str, dtype: torch.dtype, inverse: float) -> None:
-    check_parity(lambda: [random_bits(200_000, dtype, 3)], inverse)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_subnormals_and_signs_of_zero(capability: str, dtype: torch.dtype) -> None:
-    patterns = torch.arange(-2048, 2048, dtype=torch.int64)
-    tiny = patterns.abs().to(BITS[dtype]).view(dtype).copysign(patterns)
-    normal = torch.full_like(tiny, torch.finfo(dtype).tiny).copysign(patterns)
-    for inverse in (0.5, 0.25, 1 / 3, 1.0, 3.0, 2.0**-20, 0.0, -1.0, 2.0**-149):
-        check_parity(lambda: [tiny.clone(), normal.clone(), -normal], inverse)
-    zeros = torch.tensor([0.0, -0.0] * 9, dtype=dtype)
-    functional.unscale_([zeros], found := flag(), flag(0.5))
-    assert zeros.signbit().tolist() == [False, True] * 9
-    assert found.item() == 0.0
+    for harmless in (every[written.isfinite()], every[every == 0]):
+        check_parity(lambda values=harmless: [values.clone()], inverse)
 
 
 @pytest.mark.parametrize("inverse", [1.0000001, 1.5, 2.0, 3.0, 1000.1, 2.0**40, 2.0**127])
@@ -295,24 +167,6 @@ def test_overflow_on_unscaling_to_the_ulp(
                 if not gradient.isfinite().all() or pattern <= edge:
                     assert found.item() == expected, (pattern, sign, count, position)
                 assert torch_found.item() == float(not value.isfinite().all())
-
-
-@pytest.mark.parametrize("bad_dtype", FLOATS, ids=str)
-def test_lists_of_every_dtype(capability: str, bad_dtype: torch.dtype) -> None:
-    def make(bad: float) -> list[torch.Tensor]:
-        grads = [torch.ones(9, dtype=dtype) for dtype in (*FLOATS, *reversed(FLOATS))]
-        grads[FLOATS.index(bad_dtype)][4] = bad
-        return grads
-
-    for bad in (1.0, math.nan, torch.finfo(bad_dtype).max):
-        check_parity(lambda bad=bad: make(bad), 3.0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("inverse", [math.inf, -math.inf, math.nan])
-def test_inverse_that_is_not_finite(capability: str, dtype: torch.dtype, inverse: float) -> None:
-    for values in ([0.0], [-0.0, 0.0], [1.0], [2.0, 0.0], [], [[], []]):
-        check_parity(lambda values=values: [torch.tensor(values, dtype=dtype)], inverse)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -354,15 +208,12 @@ def test_norms(capability: str, dtype: torch.dtype, inverse: float) -> None:
         # A written value, hence exact.
         assert maximum == want_maximum
         assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
-
-
-def test_norms_of_rounded_sums_are_within_the_bound(capability: str) -> None:
-    # The most that is lost: each square below half of the last place of the sum of the first row.
-    lost = 2.0**-12 * (1 - 2.0**-10)
-    grad = torch.full((32 * 32,), lost)
-    grad[:32] = 1.0
-    (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
-    assert 6.9 * 2.0**-24 < (want - squares) / want <= SQUARES_TOLERANCE[torch.float32]
+    for place, bad in itertools.product((0, 35, CHUNK), (math.inf, -math.inf, math.nan)):
+        grad = torch.ones(CHUNK + 9, dtype=dtype)
+        grad[place] = bad
+        for grads in ([torch.ones(3), grad], [grad, torch.ones(3)]):
+            both = norms(grads, inverse)
+            assert all(math.isnan(v) if math.isnan(bad) else v == math.inf for v in both)
 
 
 def magnitudes(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -399,31 +250,31 @@ def test_norms_of_every_magnitude(
         assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[dtype], abs=0), grad[:2]
 
 
-@pytest.mark.parametrize("limit", [LEAST, MOST])
-def test_norms_beside_the_limits_of_float32_sums(capability: str, limit: float) -> None:
-    edge = torch.tensor(limit)
-    for value in (edge.nextafter(flag(0.0)), edge, edge.nextafter(flag(math.inf))):
-        for rest in (value.item(), value.item() * 2.0**-23, value.item() * 2.0**-24):
-            grad = torch.full((CHUNK + 300,), rest)
-            grad[5] = value
-            (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
-            assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[torch.float32], abs=0)
+def edges() -> Iterator[torch.Tensor]:
+    for edge in (torch.tensor(LEAST), torch.tensor(MOST)):
+        for value in (edge.nextafter(flag(0.0)), edge, edge.nextafter(flag(math.inf))):
+            for rest in (value.item(), value.item() * 2.0**-23, value.item() * 2.0**-24):
+                grad = torch.full((CHUNK + 300,), rest)
+                grad[5] = value
+                yield grad
+    # Squares of half of the smallest float32, which together are most of the sum's error.
+    for exponent in (-40.5, -50, -59.9):
+        grad = torch.full((CHUNK,), 2.0**-75.01)
+        grad[0] = 2.0**exponent
+        yield grad
+    # The most that is lost: each square below half of the last place of the first row's sum.
+    grad = torch.full((32 * 32,), 2.0**-12 * (1 - 2.0**-10))
+    grad[:32] = 1.0
+    yield grad
 
 
-@pytest.mark.parametrize("exponent", [-40.5, -50, -59.9])
-def test_squares_below_float32_are_added_in_float64(capability: str, exponent: float) -> None:
-    """Each is half of the smallest float32; together they are most of the sum's error."""
-    grad = torch.full((CHUNK,), 2.0**-75.01)
-    grad[0] = 2.0**exponent
-    (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
-    assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[torch.float32], abs=0)
-
-
-def test_norms_of_values_that_vanish_or_become_infinite(capability: str) -> None:
+def test_norms_beside_the_limits_of_float32_sums(capability: str) -> None:
+    for grad in edges():
+        (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
+        assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[torch.float32], abs=0)
     for size in (1, 5, 31, 32, 33, 300):
         grad = torch.full((size,), 2.0**-100)
-        assert norms([grad], 0.0) == (0.0, 0.0)
-        assert norms([grad * 0], 3.0) == (0.0, 0.0)
+        assert norms([grad], 0.0) == norms([grad * 0], 3.0) == (0.0, 0.0)
         assert norms([grad], 2.0**-60) == (0.0, 0.0)  # in float32, as `unscale_` writes it
         assert norms([grad], math.inf) == (math.inf, math.inf)
         assert all(math.isnan(norm) for norm in norms([grad], math.nan))
@@ -446,27 +297,6 @@ def test_norms_have_the_same_bits_on_every_instruction_set(
     assert all(each == seen[0] for each in seen)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("position", [0, 35, 69, CHUNK])
-def test_norms_keep_non_finite_values(capability: str, dtype: torch.dtype, position: int) -> None:
-    for bad in (math.inf, -math.inf, math.nan):
-        gradient = torch.ones(CHUNK + 9, dtype=dtype)
-        gradient[position] = bad
-        squares, maximum = norms([torch.ones(3, dtype=dtype), gradient], 0.5)
-        for value in (squares, maximum):
-            assert math.isnan(value) if math.isnan(bad) else value == math.inf
-        # NaN wins over infinity at any position.
-        gradient[position + 3] = -bad
-        gradient[-1] = math.nan
-        assert all(math.isnan(v) for v in norms([gradient], 0.5))
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_norms_keep_a_nan_of_another_dtype(capability: str, order: int) -> None:
-    grads = [torch.tensor([math.nan]), torch.ones(2, dtype=torch.float64), torch.ones(2)]
-    assert all(math.isnan(norm) for norm in norms(grads[::order], 1.0))
-
-
 @pytest.mark.slow
 @pytest.mark.sweep
 def test_more_elements_than_int32_counts() -> None:
@@ -487,39 +317,10 @@ def test_more_elements_than_int32_counts() -> None:
     assert norms([gradient[:-1]], 2.0) == (float(2**31 + 16), 1.0)
 
 
-CPU = torch.device("cpu")
-CHECK = Pass(False, Factor.NONE)
-
-
 @pytest.mark.parametrize("start", range(0, 60, 10))
-def test_random_lists(capability: str, start: int) -> None:
-    check_random_lists(cpu, CPU, range(start, start + 10))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_value(capability: str, dtype: torch.dtype) -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    check_passes(cpu, [every, *every[::23].clone().split(1)], CPU)
+def test_marks_of_random_lists(capability: str, start: int) -> None:
+    check_random_lists(cpu, torch.device("cpu"), range(start, start + 10))
 
 
 def test_a_step_counts_once(capability: str) -> None:
-    check_times(cpu, CPU)
-
-
-def test_threads_do_not_change_marks() -> None:
-    generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(n, generator=generator) for n in (5, 400_000, 3, 90_000)]
-    grads[1][777], grads[3][-1] = torch.nan, torch.inf
-    threads, grain = torch.get_num_threads(), _C.set_grain(1)
-    found = []
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
-            track = track_for(len(grads))
-            cpu.run(grads_of(grads), tracked(CHECK, track))
-            found.append(kinds_in(track))
-    finally:
-        torch.set_num_threads(threads)
-        _C.set_grain(grain)
-    assert found == [marks_of(grads)] * 3
+    check_times(cpu, torch.device("cpu"))

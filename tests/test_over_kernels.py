@@ -30,7 +30,7 @@ OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report"
 # pairs: all values run there, too.
 ALL = "device_kernels"
 VALUES = "device_kernels/test_device_lists.py"
-SHORT = tuple(f"device_kernels/test_device_{name}.py" for name in ("finish", "graphs", "state"))
+SHORT = tuple(f"device_kernels/test_device_{name}.py" for name in ("finish", "state"))
 
 
 @dataclass(frozen=True)

@@ -70,56 +70,43 @@ def test_sizes_and_addresses(dtype: torch.dtype, shift: int) -> None:
 
 @dtypes
 def test_beside_gradients_without_pair(dtype: torch.dtype) -> None:
-    halves = [guarded(normal(n, dtype, n), 1) for n in (5, 9, 3)]
-    others = [guarded(normal(7, torch.float32)), guarded(normal(6, dtype))]
-    floats = {0: phased(halves[0]), 2: phased(halves[2])}
-    expected = {number: (halves[number].float() * (1 / 3)) for number in floats}
-    rest = [g.float() * (1 / 3) for g in (halves[1], *others)]
-    grads = grads_of([*halves, *others], [floats.get(number) for number in range(5)])
-    assert run_unscale(KERNELS, grads, flag(1 / 3), is_scale=False).item() == 0
-    for number, values in expected.items():
-        assert_same(floats[number], values)
-    for ours, values in zip((halves[1], *others), rest, strict=True):
-        assert_same(ours, values.to(ours.dtype))
+    grads = [guarded(normal(n, dtype, n), 1) for n in (5, 9, 3)]
+    grads += [guarded(normal(7, torch.float32)), guarded(normal(6, dtype))]
+    floats = [phased(grads[0]), None, phased(grads[2]), None, None]
+    products = [g.float() * flag(1 / 3) for g in grads]
+    pairs = grads_of(grads, floats)
+    assert run_unscale(KERNELS, pairs, flag(1 / 3), is_scale=False).item() == 0
+    for grad, values, product in zip(grads, floats, products, strict=True):
+        assert_same(*((grad, product.to(grad.dtype)) if values is None else (values, product)))
+    # Pairs are written where nothing changes, too, before gradients that are then not read.
+    grads[0][2] = math.inf
+    found = run_unscale(KERNELS, pairs, flag(1.0), is_scale=False, coefficient=wide(1.0))
+    assert found.item() == 1
+    finite = grads_of([guarded(normal(5, torch.float32, 3), 1)])
+    assert KERNELS.run(finite, Pass(False, Factor.NONE)).item() == 0
 
 
 @dtypes
 def test_marks_norms_and_coefficients(dtype: torch.dtype) -> None:
-    def halves() -> list[torch.Tensor]:
-        return [guarded(normal(n, dtype, n), n % 8) for n in (5, window(dtype) + 3, 40)]
-
-    grads = halves()
+    grads = [guarded(normal(n, dtype, n), n % 8) for n in (5, window(dtype) + 3, 40)]
     floats = [phased(grad) for grad in grads]
+    pairs, products = grads_of(grads, floats), [g.float() * flag(0.1) for g in grads]
     sums = torch.empty(2, dtype=torch.float64)
-    run_sums(KERNELS, grads_of(grads, floats), flag(0.1), is_scale=False, sums=sums)
-    squares = sum((g.float() * flag(0.1)).double().square().sum().item() for g in grads)
+    run_sums(KERNELS, pairs, flag(0.1), is_scale=False, sums=sums)
+    squares = sum(p.double().square().sum().item() for p in products)
     assert sums[0].item() == pytest.approx(squares, rel=33 * 2.0**-24)
-    largest = max((g.float() * flag(0.1)).abs().max().item() for g in grads)
-    assert sums[1].item() == largest  # not rounded to 16 bits
+    assert sums[1].item() == max(p.abs().max().item() for p in products)  # not rounded to 16 bits
     assert all(f.isnan().all() for f in floats), "norms are only read"
 
-    found = run_unscale(
-        KERNELS, *(grads_of(grads, floats), flag(0.1)), is_scale=False, coefficient=wide(1 / 3)
-    )
+    found = run_unscale(KERNELS, pairs, flag(0.1), is_scale=False, coefficient=wide(1 / 3))
     assert found.item() == 0
-    for grad, values in zip(grads, floats, strict=True):
-        assert_same(values, grad.float() * flag(0.1) * flag(1 / 3))
+    assert_same(floats, [p * flag(1 / 3) for p in products])
 
-    grads = halves()
     grads[1][-1], grads[2][0] = math.inf, math.nan
     track = track_for(3)
-    run_unscale(KERNELS, grads_of(grads, floats), flag(0.5), is_scale=False, track=track)
+    run_unscale(KERNELS, pairs, flag(0.5), is_scale=False, track=track)
     assert marked(track) == [False, True, True]
     assert kinds_in(track) == marks_of(grads)
-
-
-@dtypes
-def test_products_beyond_16_bits_are_finite(dtype: torch.dtype) -> None:
-    half = torch.tensor([torch.finfo(torch.float16).max], dtype=dtype)
-    floats = [phased(half)]
-    assert run_unscale(KERNELS, grads_of([half], floats), flag(4.0), is_scale=False).item() == 0
-    assert_same(floats[0], half.float() * 4)
-    assert run_unscale(KERNELS, grads_of([half], floats), flag(3e38), is_scale=False).item() == 1
 
 
 @dtypes
@@ -147,25 +134,3 @@ SPECIAL = [
     *(2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-14, 2.0**-126, 2.0**-133, 2.0**-134, 2.0**-149),
     *(0.0, -0.0, math.inf, -math.inf, math.nan),
 ]
-
-
-def test_narrow_needs_pairs() -> None:
-    half, other = torch.zeros(3, dtype=torch.float16), torch.zeros(3, dtype=torch.bfloat16)
-    grads = grads_of([half, other], [torch.ones(3), None])
-    with pytest.raises(RuntimeError, match="a tensor has no float32 values"):
-        KERNELS.narrow(grads)
-    assert half.tolist() == [0.0] * 3
-    KERNELS.narrow(grads_of([torch.zeros(0, dtype=torch.float16)]))
-
-
-@dtypes
-def test_an_infinity_beside_unchanged_gradients_is_not_found_again(dtype: torch.dtype) -> None:
-    """Pairs are written where nothing changes, too, before gradients that are then not read."""
-    half, other = guarded(normal(5, dtype, 1), 1), guarded(normal(5, torch.float32, 2), 1)
-    half[2] = math.inf
-    grads = grads_of([half, other], [phased(half), None])
-    one = torch.ones((), dtype=torch.float64)
-    found = run_unscale(KERNELS, grads, flag(1.0), is_scale=False, coefficient=one)
-    assert found.item() == 1
-    finite = grads_of([guarded(normal(5, torch.float32, 3), 1)])
-    assert KERNELS.run(finite, Pass(False, Factor.NONE)).item() == 0

@@ -1,4 +1,4 @@
-"""Scale policies, counters and history in the kernels, against a model."""
+"""Scale policies, counters and history in the kernels, against a model; captured steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from device_parity import KERNELS
+from device_parity import KERNELS, launch
+from support.captures import Capturing, assert_replays_are_eager
 from support.kernel_calls import grads_of, run_check
 from support.scale_model import (
     FACTORS,
@@ -18,13 +19,13 @@ from support.scale_model import (
     random_peaks,
     random_steps,
 )
+from support.scalers import TorchScaler
 
 from ampfast.backends.core import Update, state_layout
 from ampfast.loss_scale import LossScale
 
-pytestmark = pytest.mark.usefixtures("watched")
 
-
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_steps(policy: str) -> None:
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
@@ -63,8 +64,10 @@ def test_random_steps(policy: str) -> None:
     assert_state(kept, model)
 
 
-def test_an_update_with_a_norm_does_not_ride() -> None:
-    words = LossScale(POLICIES["torch's"]).words_on(torch.device("cpu"))
-    scale, tracker = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
-    update = Update(scale, tracker, [], *FACTORS, words, torch.tensor(1.0))
-    assert KERNELS.ending(update) is None
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_replays_are_torchs_eager_steps(
+    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing = Capturing(launch, monkeypatch)
+    assert_replays_are_eager(capturing, kind, lambda training: training.step(together), TorchScaler)

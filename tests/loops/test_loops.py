@@ -72,21 +72,6 @@ def test_sanitized_loops_have_the_same_bits(ours: dict[str, str], tmp_path: Path
     assert found == dict.fromkeys(_C.cpu_capabilities(), ours)
 
 
-def test_sanitized_lists_are_read_within_their_spans(tmp_path: Path) -> None:
-    """Chunks of lists, each taken once; under AddressSanitizer, which sees what is only fetched."""
-    program = tmp_path / "chunks"
-    sources = [Path(__file__).with_name("chunks.cpp"), CSRC / "cpu" / "instruction_set.cpp"]
-    folders = [*cpp_extension.library_paths(), sysconfig.get_config_var("LIBDIR")]
-    libraries = ["torch_cpu", "torch_python", "torch", "c10"]
-    libraries.append(f"python{sysconfig.get_config_var('LDVERSION')}")
-    link = [f(x) for x in folders for f in ("-L{}".format, "-Wl,-rpath,{}".format)]
-    link += [f"-l{library}" for library in libraries]
-    command = [*HERE, *flags(), "-fsanitize=address", "-O1", f"-I{CSRC}", *map(str, sources)]
-    subprocess.run([*command, *link, "-o", str(program)], check=True)
-    run = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
-
-
 @needs_cross
 @needs_emulator
 def test_loops_of_aarch64_have_the_same_bits(ours: dict[str, str], tmp_path: Path) -> None:

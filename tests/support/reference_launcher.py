@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,9 +147,3 @@ def spans_of(words: Sequence[int], segment: Segment) -> list[Chunk]:
         address, extent, *wide = words[first : first + count]
         found.append(Chunk(address, extent % 2**32, extent >> 32, wide[0] if wide else None))
     return found
-
-
-def chunks_of(words: Tensor, segment: Segment) -> Iterator[tuple[int, Tensor]]:
-    """Parameter and values of each chunk of a segment, from the addresses in its table."""
-    for chunk in spans_of(words.tolist(), segment):
-        yield chunk.parameter, chunk.values(segment.dtype)

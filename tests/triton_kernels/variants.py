@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -198,38 +199,14 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
     )
 
 
-def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `launch` for a variant on a device like `target`."""
-    work, table = work_of(variant), table_of(variant.dtype, variant.paired)
+def recorded(name: str, call: Callable[[], None], target: Any) -> tuple[Any, dict[str, Any]]:
+    """Arguments and options with which a call launches a kernel on a device like `target`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
         patch.setattr(launch, "is_capturing", lambda: False)
-        patch.setattr(kernels, "multi_tensor", _Recorder())
+        patch.setattr(kernels, name, _Recorder())
         with pytest.raises(_Recorded) as launched:
-            launch.multi_tensor(work, table, table.segments[0], variant.is_last)
-    return launched.value.args
-
-
-def recorded_narrow(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `recorded`, for the rounding of pairs."""
-    table = table_of(dtype, True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
-        patch.setattr(launch, "is_capturing", lambda: False)
-        patch.setattr(kernels, "narrow", _Recorder())
-        with pytest.raises(_Recorded) as launched:
-            launch.narrow(table, table.segments[0], torch.ones(()))
-    return launched.value.args
-
-
-def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `recorded`, for the update alone."""
-    one, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "is_capturing", lambda: False)
-        patch.setattr(kernels, "update_scale", _Recorder())
-        with pytest.raises(_Recorded) as launched:
-            launch.update_scale(Update(one, tracker, [one], 2.0, 0.5, 2000, STATE, one))
+            call()
     return launched.value.args
 
 
@@ -246,17 +223,6 @@ def clip_of(
         if sigmas
         else None,
     )
-
-
-def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool) -> Any:
-    """As `recorded`, for the clip coefficient."""
-    clip = clip_of(norm, largest, divisor, sigmas)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "is_capturing", lambda: False)
-        patch.setattr(kernels, "clip_coefficient", _Recorder())
-        with pytest.raises(_Recorded) as launched:
-            launch.clip_coefficient(clip)
-    return launched.value.args
 
 
 def source_of(function: Any, args: tuple[Any, ...], switches: dict[str, Any]) -> Any:
@@ -282,36 +248,40 @@ def source_of(function: Any, args: tuple[Any, ...], switches: dict[str, Any]) ->
     return ASTSource(function, signature, keys, attributes)
 
 
-def _compiled(function: Any, args: Any, switches: dict[str, Any], target: Any) -> Any:
-    source = source_of(function, args, switches)
+def _compiled(name: str, call: Callable[[], None], target_name: str) -> Any:
+    function, target = getattr(kernels, name), TARGETS[target_name]
+    args, switches = recorded(name, call, target)
     options = {name: v for name, v in switches.items() if name not in function.arg_names}
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source_of(function, args, switches), target=target, options=options)
 
 
 @cache
-def compiled(variant: Variant, target_name: str) -> Any:
+def compiled(variant: Variant, target: str) -> Any:
     """Compiles a variant; the result has the texts of all stages."""
-    target = TARGETS[target_name]
-    return _compiled(kernels.multi_tensor, *recorded(variant, target), target)
+    work, table = work_of(variant), table_of(variant.dtype, variant.paired)
+    given = work, table, table.segments[0], variant.is_last
+    return _compiled("multi_tensor", lambda: launch.multi_tensor(*given), target)
 
 
 @cache
-def compiled_narrow(target_name: str, dtype: torch.dtype) -> Any:
-    target = TARGETS[target_name]
-    return _compiled(kernels.narrow, *recorded_narrow(dtype, target), target)
+def compiled_narrow(target: str, dtype: torch.dtype) -> Any:
+    table = table_of(dtype, True)
+    given = table, table.segments[0], torch.ones(())
+    return _compiled("narrow", lambda: launch.narrow(*given), target)
 
 
 @cache
-def compiled_update(target_name: str) -> Any:
-    return _compiled(kernels.update_scale, *recorded_update(), TARGETS[target_name])
+def compiled_update(target: str) -> Any:
+    one, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    update = Update(one, tracker, [one], 2.0, 0.5, 2000, STATE, one)
+    return _compiled("update_scale", lambda: launch.update_scale(update), target)
 
 
 @cache
-def compiled_clip(
-    target_name: str, norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool = False
-) -> Any:
-    arguments = recorded_clip(norm, largest, divisor, sigmas)
-    return _compiled(kernels.clip_coefficient, *arguments, TARGETS[target_name])
+def compiled_clip(target: str, norm: torch.dtype, *switches: bool) -> Any:
+    """As `clip_of`: by the largest magnitude, with a divisor, with a limit of `Sigmas`."""
+    clip = clip_of(norm, *switches)
+    return _compiled("clip_coefficient", lambda: launch.clip_coefficient(clip), target)
 
 
 @dataclass(frozen=True)
