@@ -39,7 +39,6 @@ TESTS = tuple(
         "log_max",
         "master_weights",
         "master_weights_costs",
-        "master_weights_optimizers",
         "spikes",
         "step_guard",
     )
