@@ -144,19 +144,6 @@ def test_difference_with_its_step_and_picture(compared: Any, tmp_path: Path) -> 
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_two_ranks(compared: Any) -> None:
-    rank = "import torch; torch.distributed.init_process_group('gloo')\n"
-    ddp = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
-    program = rank + ONE.replace("model = torch.nn.Linear(4, 4)", ddp)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = compared(program, "train.py", "1", "--steps", "9", launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("The training is equal bit for bit.") == 1
-    assert "0 of 9" in done.stdout
-
-
 # What is said, from records as `run` writes them.
 
 
@@ -330,62 +317,7 @@ def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
     assert text.count("differ from") == 1
 
 
-def test_threads_that_another_one_ends_are_compared_as_far_as_they_got(say: Any) -> None:
-    theirs = in_threads([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
-    ours, again = in_threads([5.0], [1.0, 2.0, 3.0, 4.0]), in_threads([1.0, 2.0, 3.0])
-    ours[0]["values"]["weights"] = [[0, 7]]
-    code, text, _ = say(theirs, ours, again, arguments=("--steps", "4"))
-    assert code == 0
-    assert "The training is equal bit for bit." in text
-    assert text.count("weights: not compared: one thread's last step is not the others'\n") == 2
-    assert "equals the first." in text
-    ours[0]["values"]["losses"] = [[0, 7.0]]
-    code, text, _ = say(theirs, ours, again, arguments=("--steps", "4"))
-    assert code == 1
-    assert "not compared" not in say(theirs, ours, again)[1]
-
-
 # Losses in ways that are seen only as the program takes them, two threads, and what a run leaves.
-WHOLE = (
-    SETUP
-    + """
-import os, threading
-def train(number):
-    model = torch.nn.Linear(4, 4, device="meta").to_empty(device="cpu")
-    torch.nn.init.constant_(model.weight, 0.5)
-    torch.nn.init.zeros_(model.bias)
-    one = optimizer(model)
-    scaler = torch.amp.GradScaler("cpu")
-    for step in range(9):
-        one.zero_grad()
-        loss = model(torch.full((3, 4), step / 9.0)).square()
-        [scaled] = scaler.scale(outputs=(each for each in [loss]))
-        scaled.sum().backward()
-        scaler.step(one)
-        scaler.update()
-        log.write("a line\\n")
-log = open(f"{os.getpid()}.log", "w")
-log.write(sys.stdin.read())
-threads = [threading.Thread(target=train, args=[number]) for number in range(2)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-"""
-)
-
-
-def test_generators_threads_input_and_files(compared: Any, tmp_path: Path) -> None:
-    done = compared(WHOLE, "--json", "train.py", "1", text="typed\n")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["verdict"] == "equal"
-    for scaler in facts["scalers"]:
-        assert scaler["torch"]["losses"] == scaler["ampfast"]["losses"] == 9
-    assert len(facts["scalers"]) == 2
-    logs = [log.read_text() for log in tmp_path.glob("*.log")]
-    assert len(logs) == 3
-    assert all(log == "typed\n" + 18 * "a line\n" for log in logs)
 
 
 BEHIND: list[tuple[list[str], list[str], int | None]] = [
