@@ -1,7 +1,6 @@
 """The demo: equal runs, different runs, and every reason not to start."""
 
 import importlib.util
-import math
 import re
 import sys
 from collections.abc import Iterator
@@ -70,19 +69,6 @@ def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in output
     assert f"{STEPS}/{STEPS}" in errors
     assert image.imread(picture).shape[1] >= 1200
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_bad_batches_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"BAD_STEPS": 100, "INFINITE": 98}.items():
-        monkeypatch.setattr(demo, name, value)
-    curves, skipped = demo._bad_batches(torch.device("cpu"), 0)
-    clean, clipped, guarded = curves.values()
-    assert skipped == [80, 81, 82, 83, 84, 98]
-    assert clean[:20] == clipped[:20]
-    assert math.isnan(clipped[-1])
-    assert guarded[-1] < 1.5 * clean[-1]
 
 
 class InverseOneBitOff(ampfast.GradScaler):

@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -195,36 +194,25 @@ def test_damaged_averages_are_refused(averages: Any) -> None:
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: LogMax(-1.0), ValueError, "sigmas must be at least 0 and finite, got -1.0"),
-        (lambda: LogMax(3.0, -1), ValueError, "headroom must be at least 0 and finite, got -1"),
-        (lambda: LogMax(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
-        (lambda: LogMax(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
-        (lambda: LogMax(10**400), ValueError, "sigmas must be at least 0 and finite"),
-        (lambda: LogMax("3"), TypeError, "sigmas must be a Python number, got str"),
-        (lambda: LogMax(3.0, True), TypeError, "headroom must be a Python number, got bool"),
-        (
-            lambda: GradScaler("cpu", policy="LogMax"),
-            TypeError,
-            "policy must be ampfast.LogMax or None, got str",
-        ),
-        (
-            lambda: GradScaler("cpu", policy=LogMax(), dynamic=False),
-            ValueError,
-            "dynamic=False never changes: it takes no .* policy",
-        ),
-        (
-            lambda: GradScaler("cpu", policy=LogMax(), hysteresis=2),
-            ValueError,
-            "LogMax takes no hysteresis",
-        ),
-    ],
-)
-def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+FINITE = "must be at least 0 and finite"
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"policy": "LogMax"}, TypeError, "policy must be ampfast.LogMax or None, got str"),
+    ({"policy": LogMax(), "dynamic": False}, ValueError, "never changes: it takes no .* policy"),
+    ({"policy": LogMax(), "hysteresis": 2}, ValueError, "LogMax takes no hysteresis"),
+    ({"sigmas": -1.0}, ValueError, f"sigmas {FINITE}, got -1.0"),
+    ({"headroom": -1}, ValueError, f"headroom {FINITE}, got -1"),
+    ({"sigmas": math.nan}, ValueError, f"sigmas {FINITE}, got nan"),
+    ({"sigmas": math.inf}, ValueError, f"sigmas {FINITE}, got inf"),
+    ({"sigmas": 10**400}, ValueError, f"sigmas {FINITE}"),
+    ({"sigmas": "3"}, TypeError, "sigmas must be a Python number, got str"),
+    ({"headroom": True}, TypeError, "headroom must be a Python number, got bool"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=[text for *_, text in BAD])
+def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        make()
+        GradScaler("cpu", **options) if "policy" in options else LogMax(**options)
 
 
 def power_of_two(value: float) -> float:

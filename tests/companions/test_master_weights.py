@@ -13,7 +13,7 @@ import random
 import sys
 import warnings
 import weakref
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -330,10 +330,13 @@ class Program:
             ours.model.zero_grad()
             things = [ours.model, ours.optimizer]
             states = saved([thing.state_dict() for thing in things])
-            loss_of(ours.model, 99).backward()
-            ours.optimizer.step()
+            given = copy.deepcopy(states)
+            if self.chance.random() < 0.8:  # or as loaded before the first step, by Accelerate
+                loss_of(ours.model, 99).backward()
+                ours.optimizer.step()
             for number in self.chance.choice([(0, 1), (1, 0)]):
                 things[number].load_state_dict(states[number])
+            assert_same(states, given, "what was loaded")
 
     def step(self, way: str) -> None:
         ours, hand = self.ours, self.hand
@@ -461,31 +464,6 @@ def test_hooks_run_once_around_a_step_of_any_class() -> None:
 
 
 # Checkpoints
-
-
-@pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("name", [*FEW, "sgd-plain"])
-def test_checkpoints_in_both_orders(name: str, optimizer_first: bool) -> None:
-    ours, hand = both(name, torch.float16)
-    # Accelerate and Transformers load one before the first step, in `prepare`.
-    ours.optimizer.load_state_dict(saved(ours.optimizer.state_dict()))
-    follow(ours, hand, range(4))
-    state, model = saved([ours.optimizer.state_dict(), ours.model.state_dict()])
-    assert state["state"][0]["master_param"].dtype is torch.float32
-    scaler = ours.scaler.state_dict()
-    ours = Ours(small_model(torch.float16), OPTIMIZERS[name])
-    ours.train(17)  # other weights
-    ours.scaler.load_state_dict(scaler)
-    loads = [
-        lambda: ours.optimizer.load_state_dict(state),
-        lambda: ours.model.load_state_dict(model),
-    ]
-    for load in loads if optimizer_first else reversed(loads):
-        load()
-    assert_equal(ours, hand)
-    follow(ours, hand, range(4, STEPS))
-    # What was loaded is not written.
-    assert_same(state["state"][0]["master_param"].half(), model["0.weight"])
 
 
 @pytest.mark.parametrize("way", ["others", "own", "copied", "pickled"])
@@ -681,20 +659,18 @@ def test_parameters_that_are_trained_later_and_removed(kind: Any) -> None:
     other.grad = torch.ones(3).half()
     step_by(optimizer, [trained])
     assert list(optimizer.state_dict()["state"]) == [0, 2]
-    for params in ([trained], [trained, other]):
+    for params in ([trained], [trained, other], [trained]):
         optimizer.param_groups[0]["params"] = params
         step_by(optimizer, params)
         assert list(optimizer.master_weights) == params
-    assert optimizer.master_weights[trained].tolist() == [1 - 4 * 2**-12] * 3
-    assert optimizer.master_weights[other].tolist() == [1 - 2**-12] * 3, "from 16 bit again"
-    master = weakref.ref(optimizer.master_weights[other])
-    optimizer.param_groups[0]["params"] = [trained]
-    optimizer.step()
+        if len(params) == 2:
+            assert optimizer.master_weights[other].tolist() == [1 - 2**-12] * 3, "from 16 bit again"
+    assert optimizer.master_weights[trained].tolist() == [1 - 5 * 2**-12] * 3
     references = weakref.ref(other), weakref.ref(optimizer)
     del params, other
     gc.collect()
-    assert references[0]() is master() is None
-    optimizer = None
+    assert references[0]() is None
+    del optimizer
     gc.collect()
     assert references[1]() is None, "nothing keeps an optimizer alive"
 
@@ -1006,44 +982,20 @@ def test_an_optimizer_that_steps_a_list_of_its_own_is_refused(
         step_by(optimizer, params[:1])
 
 
-class Abstract(ABC, torch.optim.Optimizer):
+class Abstract(ABC, torch.optim.SGD):
     """The base of pytorch-optimizer's classes is such a one."""
 
     loaded = 0
 
-    def __init__(self, params: list[Any], lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @abstractmethod
-    def rate(self) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                state = self.state[param]
-                if not state:
-                    state["mean"] = torch.zeros_like(param)
-                state["mean"].lerp_(param.grad, 0.5)
-                param.sub_(state["mean"], alpha=self.rate() * self.param_groups[0]["lr"])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "own": 3}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict["own"] == 3
         super().load_state_dict(state_dict)
         self.loaded += 1
 
 
-class Concrete(Abstract):
-    def rate(self) -> float:
-        return 2.0
-
-
 def test_a_class_whose_first_base_is_no_optimizer() -> None:
-    ours, hand = (side(small_model(torch.float16), Concrete) for side in (Ours, ByHand))
-    assert type(ours.optimizer).__mro__[1:] == (ampfast.MasterWeights, *Concrete.__mro__)
+    make = partial(Abstract, lr=0.01, momentum=0.9)
+    ours, hand = (side(small_model(torch.float16), make) for side in (Ours, ByHand))
+    assert type(ours.optimizer).__mro__[1:] == (ampfast.MasterWeights, *Abstract.__mro__)
     follow(ours, hand, range(3))
     for copied in (copy.deepcopy, pickled):
         ours.model, ours.optimizer = copied((ours.model, ours.optimizer))
@@ -1081,18 +1033,3 @@ def test_named_checkpoints(flat: bool) -> None:
         return
     load(copy.deepcopy(named), options=options)
     assert_same(resumed.optimizer.state_dict()["state"], ours.optimizer.state_dict()["state"])
-
-
-def test_a_fused_step_multiplies_with_the_inverse_of_the_scale() -> None:
-    """As torch's `unscale_` does; its own fused kernels divide, which a power of two hides."""
-    sides = [
-        side(small_model(torch.float16), OPTIMIZERS["adamw-fused"], side.kind("cpu", 3000.0))
-        for side in (Ours, ByHand)
-    ]
-    for seed in range(4):
-        for side in sides:
-            side.backward(seed)
-            if isinstance(side, ByHand):
-                side.scaler.unscale_(side.optimizer)
-            side.step()
-        assert_same(sides[0].weights(), sides[1].weights())

@@ -57,10 +57,13 @@ def scaler_type(request: pytest.FixtureRequest) -> Scaler | None:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("options", [{}, {"lr": torch.tensor(0.25), "foreach": None}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_continues_as_torch_fused(kind: str, steps: int, scaler_type: Scaler | None) -> None:
-    loop = plain(kind, steps)
-    twin = twin_of(loop, kind)
+def test_continues_as_torch_fused(
+    kind: str, options: dict[str, Any], steps: int, scaler_type: Scaler | None
+) -> None:
+    loop = plain(kind, steps, **options)
+    twin = twin_of(loop, kind, **options)
     assert ampfast.sync_free_(loop.optimizer) is loop.optimizer
     ours, theirs = vars(loop.optimizer), vars(twin)
     assert ours["_step_supports_amp_scaling"] is True
@@ -100,14 +103,6 @@ def test_the_state_stays_and_counters_move_once(kind: str) -> None:
     assert all(step.item() == 4 for step in counters(optimizer))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_learning_rate(kind: str) -> None:
-    options = {"lr": torch.tensor(0.25), "foreach": None}
-    loop = plain(kind, 2, **options)
-    twin = twin_of(loop, kind, **options)
-    assert_run_equal(make_free(loop), Loop(twin), 2)
-
-
 @pytest.mark.parametrize("kind", PLAIN)
 def test_nothing_is_read_on_the_host(kind: str) -> None:
     scaler = GradScaler("cpu")
@@ -117,9 +112,6 @@ def test_nothing_is_read_on_the_host(kind: str) -> None:
         free.step(3, bad)
         assert host_reads(lambda: scaler.step(free.optimizer)) == 0
         assert host_reads(scaler.update) == 0
-
-
-# Hooks and schedulers attached before
 
 
 # State dicts and copies
