@@ -128,22 +128,6 @@ def test_figures_are_logged_where_the_trainer_logs(
     assert "group 0, parameter 0" in caplog.text
 
 
-def test_a_report_that_cannot_be_made_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
-    scaler = GradScaler("cpu", track="overflow")
-    scaler.name_parameters(torch.nn.Linear(1, 1))
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight])
-    trainer = TransformersTrainer(scaler)
-    ampfast.callbacks.attach(trainer)
-    trainer.begin()
-    scaler.scale(weight * math.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    trainer.end_batch(2)
-    assert len(trainer.logged) == 1
-    assert "none of the optimizers' 1 parameters has a name" in caplog.text
-
-
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_scaler_that_is_not_ampfasts_is_refused_before_training(kind: Any) -> None:
     trainer = kind(torch.amp.GradScaler("cpu"))
@@ -161,13 +145,3 @@ def test_a_scaler_that_is_not_ampfasts_is_refused_before_training(kind: Any) -> 
 def test_another_trainer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got builtins\.dict; .* log ampfast\.report\.figures"):
         ampfast.callbacks.attach({})
-
-
-def test_figures_of_a_scaler_without_steps() -> None:
-    found = ampfast.report.figures(GradScaler("cpu"))
-    assert found == {
-        **dict.fromkeys(("steps", "skipped", "spikes", "overflows", "skipped_share"), 0.0),
-        "log2_scale": 16.0,
-    }
-    with pytest.warns(UserWarning, match="The scale is 0"):
-        assert "log2_scale" not in ampfast.report.figures(GradScaler("cpu", init_scale=0.0))

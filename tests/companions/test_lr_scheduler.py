@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +18,7 @@ from support.twins import Side, side, small_model
 from torch.optim import lr_scheduler as lr
 from torch.optim import swa_utils
 
-import ampfast
 from ampfast import GradScaler, LateScheduler, capture
-from ampfast.lr_scheduler import scalars
 
 INF = float("inf")
 # The first step and two in a row are skipped, the last one runs.
@@ -125,9 +122,12 @@ def recorded(run: Callable[[], list[Any]]) -> tuple[list[Any], list[str]]:
     return result, [str(warning.message) for warning in caught]
 
 
-def check(kind: str, schedule: str, is_exact: bool, scaler_type: type[TorchScaler]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_no_schedule_counts_skipped_steps(is_exact: bool, kind: str, schedule: str) -> None:
     def run() -> list[Any]:
-        one = side(scaler_type, KINDS[kind], **SETTINGS)
+        one = side(GradScaler, KINDS[kind], **SETTINGS)
         scheduler = SCHEDULERS[schedule](one.optimizer)
         if is_exact:
             return [*trained(one, scheduler, is_exact=True), rates(one.optimizer)]
@@ -141,116 +141,6 @@ def check(kind: str, schedule: str, is_exact: bool, scaler_type: type[TorchScale
     ours, (expected, warned) = recorded(run), recorded(lambda: without_scaler(kind, schedule))
     assert_same(ours[0], expected if is_exact else [expected[0], *expected, expected[-1]])
     assert ours[1] == warned
-
-
-class Own(lr.ExponentialLR):
-    """Scheduler that may raise, with protocols of its own, which are not those of its wrapper."""
-
-    full = False
-
-    def step(self) -> None:
-        if self.full:
-            raise ValueError("no more")
-        super().step()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return "another"
-
-    def __getstate__(self) -> Any:
-        return {"gamma": self.gamma, "last_epoch": self.last_epoch}
-
-
-def test_all_of_torchs_are_here() -> None:
-    assert {*lr.__all__, "SWALR"} - {"LRScheduler"} == SCHEDULERS.keys()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_schedule_that_counts_skipped_steps_warns(kind: str) -> None:
-    """The control: a scheduler stepped in skipped steps warns, unless fused."""
-    one = side(GradScaler, KINDS[kind], **SETTINGS)
-    scheduler = SCHEDULERS["StepLR"](one.optimizer)
-    _, warned = recorded(lambda: trained(one, scheduler))
-    assert any("before `optimizer.step()`" in text for text in warned) == (kind != "fused_adamw")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_no_schedule_counts_skipped_steps(is_exact: bool, kind: str, schedule: str) -> None:
-    check(kind, schedule, is_exact, GradScaler)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_under_patch(is_exact: bool, kind: str) -> None:
-    with ampfast.patch():
-        check(kind, "ChainedScheduler", is_exact, torch.amp.GradScaler)
-
-
-def test_an_iteration_counts_after_the_scheduler_raised() -> None:
-    one, scheduler = stepped_once(schedule=partial(Own, gamma=0.5))
-    scheduler.full = True
-    one.train(2)
-    with pytest.raises(ValueError, match="no more"):
-        scheduler.step()
-    scheduler.full = False
-    scheduler.flush()
-    assert scheduler.last_epoch == 1
-
-
-class Arrival:
-    """Event before which the flag on the host is wrong."""
-
-    def __init__(self, name: int, waits: list[int], flag: torch.Tensor) -> None:
-        self.name, self.waits, self.flag = name, waits, flag
-        self.right = flag.clone()
-        flag.copy_(1 - flag)
-
-    def synchronize(self) -> None:
-        self.waits.append(self.name)
-        self.flag.copy_(self.right)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_flag_is_read_once_it_has_arrived(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits only for the flag of the previous iteration."""
-    sent: list[Arrival] = []
-    waits: list[int] = []
-
-    def send(flag: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
-        sent.append(Arrival(len(sent), waits, flag))
-        return flag, sent[-1]
-
-    monkeypatch.setattr(scalars, "copy_to_host_async", send)
-    one, scheduler = late_one(kind, "ExponentialLR")
-    seen = []
-    for step in range(STEPS):
-        seen += trained(one, scheduler, range(step, step + 1))
-        assert waits == list(range(step))
-    assert_late(seen, kind)
-
-
-def test_a_flag_on_the_host_is_not_changed_later() -> None:
-    """Even if the caller accumulates the scaler's own flags in place."""
-    one, scheduler = stepped_once("fused_adamw")
-    for flag in one.scaler._last_flags(one.optimizer).values():
-        flag.fill_(1.0)
-    scheduler.flush()
-    assert scheduler.last_epoch == 1
-
-
-def test_step_and_update() -> None:
-    one, scheduler = late_one("fused_adamw", "ExponentialLR")
-    seen = []
-    for step in range(STEPS):
-        seen.append(rates(one.optimizer))
-        one.optimizer.zero_grad()
-        one.scaler.scale(one.loss(step)).backward()
-        if step in SKIPPED:
-            one.model[0].bias.grad[1] = INF
-        one.scaler.step_and_update(one.optimizer)
-        scheduler.step()
-    assert_late(seen, "fused_adamw")
 
 
 @pytest.mark.parametrize("updates_first", [True, False])
@@ -277,11 +167,6 @@ def test_two_optimizers(kinds: tuple[str, str], updates_first: bool) -> None:
         assert_late(ours, kind, bad)
 
 
-def test_a_disabled_scaler_has_the_same_schedule() -> None:
-    one, scheduler = late_one("adam", "ExponentialLR", enabled=False)
-    assert_late(trained(one, scheduler), "adam", ())
-
-
 # Other attributes and methods
 
 
@@ -306,37 +191,6 @@ def test_attributes_are_the_schedulers(kind: str) -> None:
     copied.last_epoch = 4
     assert (scheduler.last_epoch, copied.scheduler.last_epoch) == (9, 4)
     assert type(copied) is LateScheduler
-
-
-def test_a_write_of_its_own_stays() -> None:
-    one, scheduler = late_one("adam", "ExponentialLR")
-    calls = []
-    scheduler.step = lambda: calls.append("step")
-    scheduler.step()
-    assert calls == ["step"]
-    del scheduler.step
-    scheduler.scheduler = another = SCHEDULERS["StepLR"](one.optimizer)
-    one.train(1)
-    scheduler.step()
-    scheduler.flush()
-    assert another.last_epoch == 1
-
-
-def test_within_sequential() -> None:
-    """Its constructor writes `last_epoch` of the schedulers that it is given."""
-    one, scheduler = late_one("adam", "ConstantLR")
-    optimizer = side(GradScaler, KINDS["adam"], **SETTINGS).optimizer
-    inner = SCHEDULERS["ConstantLR"](optimizer)
-    for first, its in ((scheduler, one.optimizer), (inner, optimizer)):
-        lr.SequentialLR(its, [first, SCHEDULERS["ExponentialLR"](its)], [2])
-    assert scheduler.scheduler.last_epoch == inner.last_epoch
-
-
-def test_protocols_of_the_scheduler_are_not_its_wrappers() -> None:
-    _, scheduler = late_one("adam", partial(Own, gamma=0.5))
-    assert copy.deepcopy(scheduler).scheduler == "another"
-    _, scheduler = late_one("adam", partial(Own, gamma=0.5))
-    assert pickle.loads(pickle.dumps(scheduler)).last_epoch == 0
 
 
 def test_bad_arguments() -> None:
@@ -391,20 +245,6 @@ def test_resumed_at_any_step(kind: str, schedule: str) -> None:
             [first.losses + second.losses, second.observe()["parameters"]],
             [whole.losses, whole.observe()["parameters"]],
         )
-
-
-def test_arguments_by_keyword_are_saved() -> None:
-    one, scheduler = late_one("adam", "ReduceLROnPlateau")
-    for step, metrics in enumerate((1.0, 2.0)):
-        one.train(step)
-        scheduler.step(metrics=metrics)
-    (state,) = saved(scheduler)
-    assert state["outstanding"] == ((), {"metrics": 2.0})
-    another, resumed = late_one("adam", "ReduceLROnPlateau")
-    resumed.load_state_dict(state)
-    resumed.flush()
-    assert another.optimizer.param_groups[0]["lr"] == 0.05
-    assert one.optimizer.param_groups[0]["lr"] == 0.1, "saving has decided"
 
 
 def test_loaded_decisions() -> None:

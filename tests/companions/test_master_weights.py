@@ -6,27 +6,23 @@ import copy
 import gc
 import inspect
 import io
-import itertools
 import math
 import os
 import pickle
-import resource
+import random
 import sys
 import warnings
 import weakref
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.comparison import assert_same
-from support.outcomes import outcome
-from support.requested_kernels import VARIABLE
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
 
@@ -71,10 +67,24 @@ OPTIMIZERS = optimizers()
 FEW = ("momentum-plain", "adamw-foreach", "adamw-fused", "momentum-fused")
 
 
-def small_model(dtype: torch.dtype) -> nn.Module:
+class Gain(nn.Module):
+    """Stays in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((7,), 1.5))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (values.tanh() * self.weight).to(values.dtype)
+
+
+def small_model(dtype: torch.dtype, is_turned: bool = True) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+        model = nn.Sequential(nn.Linear(8, 7).to(dtype), Gain(), nn.Linear(7, 3).to(dtype))
+    if is_turned:
+        model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    return model
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -89,21 +99,24 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 class Ours:
     """A model under `master_weights_` and our scaler."""
 
+    kind: Any = ampfast.GradScaler
+
     def __init__(self, model: nn.Module, make: Make, scaler: Any = None, **options: Any) -> None:
         self.model = model
         self.optimizer = self.made(make)
         self.scaler = scaler or self.kind("cpu", init_scale=64.0, **options)
 
-    kind: Any = ampfast.GradScaler
-
     def made(self, make: Make) -> Any:
         return ampfast.master_weights_(make(list(self.model.parameters())))
 
-    def backward(self, seed: int, bad: float | None = None) -> None:
-        self.optimizer.zero_grad()
+    def backward(self, seed: int, bad: float | None = None, missing: int | None = None) -> None:
+        self.optimizer.zero_grad(set_to_none=seed % 3 != 1)
         self.scaler.scale(loss_of(self.model, seed)).backward()
+        params = list(self.model.parameters())
         if bad is not None:
-            next(self.model.parameters()).grad.view(-1)[3] = bad
+            params[0].grad.view(-1)[3] = bad
+        if missing is not None:
+            params[missing].grad = None
 
     def step(self) -> None:
         self.scaler.step(self.optimizer)
@@ -113,20 +126,18 @@ class Ours:
         self.backward(seed, bad)
         self.step()
 
+    def stepped(self) -> list[Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
     def params(self) -> list[Tensor]:
         return [param.detach() for param in self.model.parameters()]
 
     def weights(self) -> list[Tensor]:
         masters = self.optimizer.master_weights
-        return [masters[p] if p in masters else p.detach() for p in self.model.parameters()]
+        return [masters.get(p, p.detach().float()) for p in self.model.parameters()]
 
-    def state(self) -> dict[str, Any]:
-        state = self.optimizer.state_dict()["state"]
-        kept = {
-            index: {name: value for name, value in entry.items() if name != "master_param"}
-            for index, entry in state.items()
-        }
-        return {index: entry for index, entry in kept.items() if entry}
+    def state(self) -> list[Any]:
+        return [self.optimizer.state.get(param, {}) for param in self.stepped()]
 
 
 class ByHand(Ours):
@@ -137,43 +148,48 @@ class ByHand(Ours):
     def made(self, make: Make) -> Any:
         params = list(self.model.parameters())
         wide = [p.detach().float().requires_grad_() if p.dtype in HALVES else p for p in params]
-        self.floats = wide
-        optimizer = make(wide)
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.masters = {p: m if id(m) in stepped else p for p, m in zip(params, wide, strict=True)}
-        return optimizer
+        self.masters = dict(zip(params, wide, strict=True))
+        self.written: dict[Tensor, Tensor] = {}
+        return make(wide)
 
-    def backward(self, seed: int, bad: float | None = None) -> None:
+    def backward(self, seed: int, bad: float | None = None, missing: int | None = None) -> None:
         self.model.zero_grad()
-        super().backward(seed, bad)
+        super().backward(seed, bad, missing)
         self.widen()
 
+    @torch.no_grad()
     def widen(self) -> None:
+        stepped = set(map(id, self.stepped()))
         for param, master in self.masters.items():
-            if master is not param and param.grad is not None:
-                master.grad = param.grad.float()
+            if master is not param:
+                # Where the parameter was edited, it wins, or where it had no master weight yet.
+                differs = master.to(param.dtype).view(torch.int16) != param.view(torch.int16)
+                differs |= not param.requires_grad or id(master) not in stepped
+                master.copy_(torch.where(differs, param.float(), master))
+                master.grad = None if param.grad is None else param.grad.float()
+        self.written = {p: m for p, m in self.masters.items() if p is not m and m.grad is not None}
 
     def step(self) -> None:
-        grads = [each.grad for each in self.masters.values() if each.grad is not None]
+        grads = [param.grad.to_dense() for param in self.stepped() if param.grad is not None]
         super().step()
-        if all(grad.to_dense().isfinite().all() for grad in grads):
+        if all(grad.isfinite().all() for grad in grads):
             self.round()
 
     @torch.no_grad()
     def round(self) -> None:
-        for param, master in self.masters.items():
-            if master.grad is not None and master is not param:
-                param.copy_(master)
+        for param, master in self.written.items():
+            param.copy_(master)
 
     def weights(self) -> list[Tensor]:
         return [master.detach() for master in self.masters.values()]
 
 
-def assert_equal(ours: Ours, hand: Ours) -> None:
+def assert_equal(ours: Ours, hand: Ours, weights: bool = True) -> None:
     assert_same(ours.params(), hand.params())
-    assert_same(ours.weights(), hand.weights(), "masters")
-    assert_same(ours.state(), hand.state(), "state")
     assert_same(ours.scaler.get_scale(), hand.scaler.get_scale(), "scale")
+    if weights:
+        assert_same(ours.weights(), hand.weights(), "masters")
+        assert_same(ours.state(), hand.state(), "state")
 
 
 def follow(ours: Ours, hand: Ours, seeds: Iterable[int] = range(STEPS)) -> None:
@@ -210,6 +226,29 @@ def step_by(optimizer: Any, params: list[Any], value: float = 1.0) -> None:
     optimizer.step()
 
 
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def saved_masters(state: dict[str, Any]) -> list[Any]:
+    return [entry.get("master_param") for entry in state["state"].values()]
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class Group(dict[str, Any]):
+    pass
+
+
+class Subclassed(nn.Parameter):
+    pass
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
@@ -219,177 +258,153 @@ def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
     assert isinstance(ours.optimizer, ampfast.MasterWeights)
     masters = ours.optimizer.master_weights
     assert not all(torch.equal(masters[p], p.float()) for p in masters), "low bits must be in use"
+    assert not any(weight.requires_grad for weight in masters.values())
+    with pytest.raises(KeyError, match="no 16-bit parameter that this optimizer trains"):
+        masters[nn.Parameter(torch.ones(1).half())]
+    kind = type(ours.optimizer)
+    assert ampfast.master_weights_(ours.optimizer) is ours.optimizer
+    assert type(ours.optimizer) is kind
+    assert isinstance(ours.optimizer, type(hand.optimizer))
+    assert kind.__name__ == type(hand.optimizer).__name__
+
+
+class Program:
+    """Random events of a training; its last layer's weight thaws and its bias is added later."""
+
+    EVENTS = ("nothing", "edit", "convert", "replace", "thaw", "add", "clear", "state", "groups")
+    EVENTS += ("copy", "pickle", "load")
+    WAYS = ("step", "together", "clip", "deferred", "unscaled", "bare")
+
+    def __init__(self, name: str, dtype: torch.dtype, seed: int) -> None:
+        self.chance = random.Random(f"{name} {dtype} {seed}")
+        self.takes_later = name != "momentum-fused"
+        self.kept: list[Any] = []
+
+        def make(params: list[Tensor]) -> torch.optim.Optimizer:
+            return OPTIMIZERS[name](params[:-1])
+
+        models = [small_model(dtype) for _ in range(2)]
+        for model in models:
+            model[2].weight.requires_grad_(False)
+        scalers = [
+            ampfast.GradScaler("cpu", init_scale=64.0, growth_interval=3, track=track)
+            for track in (self.chance.choice([None, "overflow", "norms"]), None)
+        ]
+        self.ours = Ours(models[0], make, scalers[0])
+        self.hand = ByHand(models[1], make, scalers[1])  # whose norms are in float64, too
+
+    def happen(self, event: str) -> None:
+        ours, sides = self.ours, (self.ours, self.hand)
+        if event in ("thaw", "add") and not self.takes_later:
+            return
+        if event in ("edit", "replace"):
+            place = self.chance.randrange(3)
+            for side in sides:
+                param = list(side.model[0].parameters())[place % 2]
+                with torch.no_grad():
+                    param[:3] = torch.tensor([0.0, -0.0, 0.125][place])
+                if event == "replace":
+                    param.data = param.data.clone().fill_(0.75)
+        elif event == "convert":
+            dtype = self.chance.choice(HALVES)
+            for side in sides:
+                side.model[0].to(dtype), side.model[2].to(dtype)
+        elif event == "thaw":
+            for side in sides:
+                side.model[2].weight.requires_grad_(True)
+        elif event == "add" and len(ours.optimizer.param_groups) == 1:
+            ours.model[2].bias.grad = None
+            masters = self.hand.masters
+            for side, one in ((ours, ours.model[2].bias), (self.hand, [*masters.values()][-1])):
+                side.optimizer.add_param_group({"params": [one], "lr": 0.2})
+        elif event == "clear":
+            for side in sides:
+                side.optimizer.state.clear()
+        elif event == "state":
+            for side in sides:
+                state, first = side.optimizer.state, side.stepped()[0]
+                state[first] = {k: v if k == "step" else v * 2 for k, v in state[first].items()}
+        elif event == "groups":
+            (group, *more) = ours.optimizer.param_groups
+            kind, held = self.chance.choice([dict, Group]), self.chance.choice([tuple, list])
+            ours.optimizer.param_groups[:] = [kind(group, params=held(group["params"])), *more]
+        elif event in ("copy", "pickle"):
+            copied = copy.deepcopy if event == "copy" else pickled
+            ours.model, ours.optimizer = copied((ours.model, ours.optimizer))
+        elif event == "load":
+            ours.model.zero_grad()
+            things = [ours.model, ours.optimizer]
+            states = saved([thing.state_dict() for thing in things])
+            if self.chance.random() < 0.8:  # or as loaded before the first step, by Accelerate
+                loss_of(ours.model, 99).backward()
+                ours.optimizer.step()
+            first = ours.optimizer.state_dict()
+            kept = [(each, copy.deepcopy(each)) for each in (first, states[1])]
+            for number in self.chance.choice([(0, 1), (1, 0)]):
+                things[number].load_state_dict(states[number])
+            self.kept += [tuple(map(saved_masters, each)) for each in kept]
+            assert_same(*kept[0], "what was saved before")
+
+    def step(self, way: str) -> None:
+        ours, hand = self.ours, self.hand
+        if way == "bare":
+            ours.optimizer.step()
+            hand.optimizer.step()
+            hand.round()
+            return
+        if way == "unscaled":
+            for side in (ours, hand):
+                side.scaler.unscale_(side.optimizer)
+            norms = [nn.utils.clip_grad_norm_(side.stepped(), 0.05) for side in (ours, hand)]
+        elif way in ("clip", "deferred"):
+            norms = [ours.scaler.grad_norm(ours.optimizer)]
+            # Copies of fused optimizers have lost it, as torch's.
+            can_defer = getattr(ours.optimizer, "_step_supports_amp_scaling", False)
+            in_place = way == "clip" or not can_defer
+            norms += [ours.scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=in_place)]
+            norms += [hand.scaler.clip_grad_norm_(hand.optimizer, 0.05)]
+            assert_same(norms[0], norms[1], "norm before")
+        if way in ("unscaled", "clip", "deferred"):
+            assert_same(norms[-2], norms[-1], "norm")
+            grads = [[param.grad for param in side.stepped()] for side in (ours, hand)]
+            assert_same(*grads, "gradients")
+        if way == "together":
+            ours.scaler.step_and_update(ours.optimizer)
+        else:
+            ours.step()
+        hand.step()
+
+    def run(self, steps: int = 30) -> None:
+        chance, bad = self.chance, math.inf
+        for turn in range(steps):
+            # A plain step that is skipped sees no edit, so that two of them might cancel out.
+            event = "nothing" if bad is not None else chance.choice(self.EVENTS)
+            self.happen(event)
+            way = chance.choice(self.WAYS)
+            is_good = turn == 0 or event == "clear" or way == "bare"
+            bad = None if is_good else chance.choice([None] * 4 + [math.inf, math.nan])
+            missing = None if is_good or bad else chance.choice([None, None, 1])
+            for side in (self.ours, self.hand):
+                scaler = side.scaler
+                if way == "bare":
+                    side.scaler = ampfast.GradScaler("cpu", enabled=False)
+                side.backward(turn, bad, missing)
+                side.scaler = scaler
+            self.step(way)
+            assert_equal(self.ours, self.hand, bad is None)
+        for now, then in self.kept:
+            assert_same(now, then, "master weights in state dicts")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", FEW)
-def test_backends_and_step_and_update(
-    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+def test_random_programs(
+    name: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMPFAST_BACKEND", backend)
-    ours, hand = both(name, torch.float16, track="overflow")
-    ours.scaler.name_parameters(ours.model)
-    for seed in range(STEPS):
-        ours.backward(seed, BAD.get(seed))
-        ours.scaler.step_and_update(ours.optimizer)
-        hand.train(seed, BAD.get(seed))
-        assert_equal(ours, hand)
-    overflow = ours.scaler.overflow_report().parameters
-    assert [each.name for each in overflow] == ["0.weight"]
-
-
-CLIPS: list[Any] = list(itertools.product(HALVES, FEW, (True, False)))
-CLIPS += [(torch.float16, "adamw-fused", None)]  # by torch, after unscale_
-
-
-@pytest.mark.parametrize(("dtype", "name", "in_place"), CLIPS, ids=str)
-def test_clipping(dtype: torch.dtype, name: str, in_place: bool | None) -> None:
-    ours, hand = both(name, dtype)
-    scaler = ours.scaler
-    if in_place is not None:
-        hand.scaler = ampfast.GradScaler("cpu", init_scale=64.0)  # whose norms are in float64, too
-    if in_place is False and "fused" not in name:
-        ours.train(0)
-        with pytest.raises(ValueError, match="fused=True"):
-            scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=False)
-        return
-    for seed in range(STEPS):
-        ours.backward(seed, BAD.get(seed))
-        hand.backward(seed, BAD.get(seed))
-        if in_place is None:
-            scaler.unscale_(ours.optimizer)
-            hand.scaler.unscale_(hand.optimizer)
-            norm = nn.utils.clip_grad_norm_(ours.model.parameters(), 0.05)
-            theirs = nn.utils.clip_grad_norm_(hand.floats, 0.05)
-        else:
-            before = scaler.grad_norm(ours.optimizer)
-            norm = scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=in_place)
-            theirs = hand.scaler.clip_grad_norm_(hand.optimizer, 0.05)
-            assert_same(before, theirs, "norm before")
-            assert seed in BAD or scaler.grad_norm(ours.optimizer) <= 0.0501
-        assert_same(norm, theirs, "norm")
-        grads = [p.grad for p in ours.model.parameters()]
-        assert_same(grads, [m.grad for m in hand.masters.values()], "gradients")
-        ours.step()
-        hand.step()
-        assert_equal(ours, hand)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_disabled"), [*((name, False) for name in FEW), ("momentum-plain", True)]
-)
-def test_without_a_scaler(name: str, is_disabled: bool) -> None:
-    """Or with one that is disabled, and clips."""
-    ours, hand = both(name, torch.bfloat16, enabled=False)
-    hand.scaler = ampfast.GradScaler("cpu", enabled=False)
-    for seed in range(STEPS):
-        ours.backward(seed)
-        hand.backward(seed)
-        if is_disabled:
-            ours.scaler.clip_grad_norm_(ours.optimizer, 0.05)
-            hand.scaler.clip_grad_norm_(hand.optimizer, 0.05)
-            ours.step()
-        else:
-            ours.optimizer.step()
-        hand.step()
-        assert_equal(ours, hand)
-
-
-def test_a_guard_clips_bfloat16_in_float32() -> None:
-    ours, hand = both("momentum-plain", torch.bfloat16)
-    ours.scaler, hand.scaler = ampfast.StepGuard("cpu"), torch.amp.GradScaler(enabled=False)
-    for seed in range(3):
-        ours.backward(seed)
-        norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.01)
-        for param in ours.model.parameters():
-            assert param.grad.dtype is torch.float32
-            assert (param.grad != param.grad.bfloat16()).any(), "not rounded"
-        ours.step()
-        hand.backward(seed)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(hand.floats, 0.01))
-        hand.step()
-        torch.testing.assert_close(ours.weights(), hand.weights(), rtol=1e-6, atol=1e-7)
-
-
-def test_gradients_without_a_scale_are_told_of_the_guard() -> None:
-    optimizer = torch.optim.SGD([torch.ones(1).requires_grad_()], lr=0.1)
-    with pytest.raises(
-        AssertionError, match="Attempted clip_grad_norm_ but _scale is None"
-    ) as told:
-        ampfast.GradScaler("cpu").clip_grad_norm_(optimizer, 1.0)
-    assert "ampfast.StepGuard" in told.value.__notes__[0]
-
-
-def test_a_factor_beyond_float16_is_no_overflow() -> None:
-    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=2.0**-20))
-    for clips in (False, True):
-        scaler = ampfast.GradScaler("cpu", init_scale=0.25)
-        scaler.scale(torch.ones(()))
-        param.grad = torch.full((3,), 60000.0, dtype=torch.float16)
-        if clips:
-            scaler.clip_grad_norm_(optimizer, 1e9)
-        scaler.step(optimizer)
-        assert not scaler.step_skipped(optimizer)
-        assert param.grad.tolist() == [240000.0] * 3
-        optimizer.zero_grad()
-
-
-class Mixed(nn.Module):
-    """An embedding tied to the output, a float32 parameter, and a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(11, 8).half()
-        self.frozen = nn.Linear(8, 8).half().requires_grad_(False)
-        self.gain = nn.Parameter(torch.full((8,), 1.5))
-        self.output = nn.Linear(8, 11, bias=False).half()
-        self.output.weight = self.embedding.weight
-
-    def forward(self, _: Tensor) -> Tensor:
-        hidden = self.frozen(self.embedding(torch.arange(5)))
-        return self.output((hidden * self.gain).half())
-
-
-@pytest.mark.parametrize("name", FEW[:3])  # torch's fused SGD takes no parameter later
-def test_tied_float32_and_thawed_parameters(name: str) -> None:
-    make = OPTIMIZERS[name]
-    ours, hand = Ours(Mixed(), make), ByHand(Mixed(), make)
-    assert len(ours.optimizer.master_weights) == 1
-    for seed in range(STEPS):
-        if seed == 4:
-            ours.model.frozen.requires_grad_(True)
-            hand.model.frozen.requires_grad_(True)
-        ours.train(seed, BAD.get(seed))
-        hand.train(seed, BAD.get(seed))
-        assert_same(ours.params(), hand.params())
-        assert ours.model.gain.dtype is torch.float32
-        assert ours.model.gain not in ours.optimizer.master_weights
-    assert len(ours.optimizer.master_weights) == 3
-    assert_equal(ours, hand)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_edits_by_hand_win_element_by_element(name: str) -> None:
-    ours, hand = both(name, torch.float16)
-    for seed in range(STEPS):
-        for param in (next(side.model.parameters()) for side in (ours, hand)):
-            if seed in (2, 4, 5):
-                with torch.no_grad():
-                    param[1, :3] = torch.tensor([0.0, -0.0, 0.125])
-            if seed == 7:
-                param.data = param.data.clone().fill_(0.75)
-        param, master = next(iter(hand.masters.items()))
-        with torch.no_grad():
-            differs = master.half().view(torch.int16) != param.view(torch.int16)
-            master.copy_(torch.where(differs, param.float(), master))
-        # A fused step that is skipped must keep the edit.
-        ours.train(seed, BAD.get(seed))
-        hand.train(seed, BAD.get(seed))
-        if seed not in BAD or "fused" in name:
-            assert_equal(ours, hand)
-        assert_same(ours.params(), hand.params())
+    for seed in range(4):
+        Program(name, dtype, seed).run()
 
 
 CLOSURES: dict[str, Make] = {
@@ -402,11 +417,12 @@ CLOSURES: dict[str, Make] = {
 @pytest.mark.parametrize("name", CLOSURES)
 def test_closures(name: str, keyword: bool) -> None:
     off = ampfast.GradScaler("cpu", enabled=False)
-    ours, hand = (k(small_model(torch.bfloat16), CLOSURES[name], off) for k in (Ours, ByHand))
+    sides = (k(small_model(torch.bfloat16, False), CLOSURES[name], off) for k in (Ours, ByHand))
+    ours, hand = sides
     for seed in range(4):
 
         def our_closure(seed: int = seed) -> Tensor:
-            assert ours.optimizer.param_groups[0]["params"][0] is next(ours.model.parameters())
+            assert ours.stepped()[0] is next(ours.model.parameters())
             ours.optimizer.zero_grad()
             loss = loss_of(ours.model, seed)
             loss.backward()
@@ -425,58 +441,7 @@ def test_closures(name: str, keyword: bool) -> None:
         assert_same(loss, hand.optimizer.step(their_closure))
         hand.round()
         assert_same(ours.params(), hand.params())
-        assert ours.optimizer.param_groups[0]["params"][0] is next(ours.model.parameters())
-
-
-class Positional(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None, times: int = 1, more: int = 0) -> Any:
-        for _ in range(times + more):
-            loss = super().step(closure)
-        return loss
-
-
-def test_arguments_beside_a_closure() -> None:
-    param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    optimizer: Any = ampfast.master_weights_(Positional([param], lr=1.0))
-
-    def closure() -> Tensor:
-        param.grad = torch.ones_like(param)
-        return param.sum()
-
-    assert optimizer.step(closure, 2, more=1).item() == -6
-    assert param.tolist() == [-3.0] * 3
-
-
-def test_a_compiled_step_runs_as_it_is() -> None:
-    ours, other = (ours_of("adamw-foreach", torch.bfloat16) for _ in range(2))
-    compiled = torch.compile(ours.optimizer.step, backend="eager")
-    for seed in range(3):
-        for each, step in ((ours, compiled), (other, other.optimizer.step)):
-            each.optimizer.zero_grad()
-            loss_of(each.model, seed).backward()
-            step()
-        assert_same(ours.params(), other.params())
-
-
-def test_hooks_and_schedulers_see_the_parameters() -> None:
-    ours = ours_of("momentum-foreach")
-    first = next(ours.model.parameters())
-    seen: list[Tensor] = []
-
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        assert optimizer.param_groups[0]["params"][0] is first
-        seen.append(first.detach().clone())
-
-    ours.optimizer.register_step_pre_hook(hook)
-    ours.optimizer.register_step_post_hook(hook)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(ours.optimizer, 0.5)
-    before = first.detach().clone()
-    ours.train(0)
-    scheduler.step()
-    assert_same(seen, [before, first.detach()])
-    assert not torch.equal(before, first)
-    assert ours.optimizer.param_groups[0]["lr"] == 0.05
+        assert ours.stepped()[0] is next(ours.model.parameters())
 
 
 def test_hooks_run_once_around_a_step_of_any_class() -> None:
@@ -485,9 +450,12 @@ def test_hooks_run_once_around_a_step_of_any_class() -> None:
             super().__init__(params, {})
 
         @torch.no_grad()
-        def step(self, closure: Any = None, rate: float = 0.5) -> None:
+        def step(self, closure: Any = None, rate: float = 0.5, times: int = 1) -> None:
             (param,) = self.param_groups[0]["params"]
-            param.sub_(rate * param.grad)
+            for _ in range(times):
+                if closure is not None:
+                    closure()
+                param.sub_(rate * param.grad)
 
     calls = []
     original: Any = Own([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
@@ -499,153 +467,16 @@ def test_hooks_run_once_around_a_step_of_any_class() -> None:
         each.register_step_post_hook(lambda *_, param=param: calls.append(param.tolist()))
         param.grad = torch.ones_like(param)
         each.step()
-    assert calls == [[-0.5] * 3] * 2
+        compiled = torch.compile(each.step, backend="eager")
+        compiled(lambda param=param: param.grad.mul_(2), 0.25, times=2)
+    assert calls == [[-0.5] * 3, [-2.0] * 3] * 2
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
+# Checkpoints
 
 
-@pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("name", [*FEW, "sgd-plain"])
-def test_checkpoints_in_both_orders(name: str, optimizer_first: bool) -> None:
-    ours, hand = both(name, torch.float16)
-    follow(ours, hand, range(4))
-    state = saved(ours.optimizer.state_dict())
-    assert state["state"][0]["master_param"].dtype is torch.float32
-    model = saved(ours.model.state_dict())
-    scaler = ours.scaler.state_dict()
-    ours = Ours(small_model(torch.float16), OPTIMIZERS[name])
-    ours.train(17)  # other weights
-    ours.scaler.load_state_dict(scaler)
-    loads = [
-        lambda: ours.optimizer.load_state_dict(state),
-        lambda: ours.model.load_state_dict(model),
-    ]
-    for load in loads if optimizer_first else reversed(loads):
-        load()
-    assert_equal(ours, hand)
-    follow(ours, hand, range(4, STEPS))
-    # What was loaded is not written.
-    assert_same(state["state"][0]["master_param"].half(), model["0.weight"])
-
-
-@pytest.mark.parametrize("name", ["adamw-foreach", "adamw-fused"])
-def test_a_checkpoint_before_the_first_step(name: str) -> None:
-    """Accelerate and Transformers load one in `prepare`."""
-    ours, hand = both(name, torch.float16)
-    ours.optimizer.load_state_dict(saved(ours.optimizer.state_dict()))
-    follow(ours, hand, range(1))
-
-
-class Strict(torch.optim.SGD):
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        assert all("momentum_buffer" in entry for entry in self.state.values())
-
-
-def test_a_checkpoint_has_no_entries_without_state() -> None:
-    """Optimizers of others, too, expect what they have saved."""
-    params = [nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2)]
-    optimizer: Any = ampfast.master_weights_(Strict(params, lr=0.5, momentum=0.5))
-    optimizer.load_state_dict(saved(optimizer.state_dict()))
-    step_by(optimizer, params[:1])
-    optimizer.load_state_dict(saved(optimizer.state_dict()))
-    assert list(optimizer.state) == params[:1]
-
-
-@pytest.mark.parametrize("way", ["others", "own", "copied", "pickled"])
-def test_loading_writes_no_tensor_of_before(way: str) -> None:
-    ours = ours_of("adamw-foreach", torch.float16, 1)
-    param = next(ours.model.parameters())
-    optimizer: Any = ours.optimizer
-    first, held = optimizer.state_dict(), optimizer.master_weights[param]
-    before, held_before = copy.deepcopy(first), held.clone()
-    state, entries = optimizer.state, dict(optimizer.state)
-    loaded = first if way == "own" else copy.deepcopy(first)
-    if way == "others":
-        for value in saved_tensors(loaded):
-            value.fill_(5)
-    if way in ("copied", "pickled"):
-        # The loads of another optimizer that began as this one.
-        optimizer = copy.copy(optimizer) if way == "copied" else pickled(optimizer)
-    given = copy.deepcopy(loaded)
-    optimizer.load_state_dict(loaded)
-    assert_same(saved_tensors(first), saved_tensors(before))
-    assert_same(held, held_before)
-    assert state is not optimizer.state
-    assert list(map(id, state)) == list(map(id, entries))
-    assert all(state[key] is entry for key, entry in entries.items())
-    with torch.no_grad():
-        for own in ours.model.parameters():
-            own.fill_(0.25)  # wins in the next step, which writes the master weight
-    for own in optimizer.param_groups[0]["params"]:
-        own.grad = torch.zeros_like(own)
-    optimizer.step()
-    for weights, expected in ((first, before), (loaded, given)):
-        for index, entry in weights["state"].items():
-            assert_same(entry["master_param"], expected["state"][index]["master_param"])
-
-
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-class LargestFloat32(TorchDispatchMode):
-    """Notes the bytes of the largest float32 tensor that an operation makes."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.dtype is torch.float32:
-            self.bytes = max(self.bytes, made.untyped_storage().nbytes())
-        return made
-
-
-@pytest.mark.parametrize("way", ["load", "load state", "convert"])
-def test_no_float32_copy_of_a_frozen_parameter_is_made(way: str) -> None:
-    def build() -> tuple[list[nn.Parameter], Any]:
-        large = nn.Parameter(torch.ones(2**16, dtype=torch.bfloat16), requires_grad=False)
-        params = [large, nn.Parameter(torch.ones(8, dtype=torch.bfloat16))]
-        return params, torch.optim.SGD(params, lr=2**-10, momentum=0.5)
-
-    params, optimizer = build()
-    # With state as of a parameter that was trained before, or without.
-    step_by(optimizer, params if way == "load state" else params[1:])
-    params[0].grad = None
-    if way != "convert":
-        trained, (params, optimizer) = optimizer, build()
-        ampfast.master_weights_(optimizer)
-    with LargestFloat32() as largest:
-        if way == "convert":
-            ampfast.master_weights_(optimizer)
-        else:
-            optimizer.load_state_dict(trained.state_dict())
-    if way == "load state":
-        state = optimizer.state[params[0]]["momentum_buffer"]
-        assert (state.dtype, state.shape) == (torch.float32, params[0].shape)
-    assert largest.bytes == 4 * (2**16 if way == "load state" else 8)
-    assert list(optimizer.master_weights) == params[1:]
-    params[0].requires_grad_()
-    step_by(optimizer, params)
-    assert list(optimizer.master_weights) == [params[1], params[0]]
-
-
-def test_a_model_without_values_yet_loads_its_own_state() -> None:
-    param = nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"))
-    optimizer = ampfast.master_weights_(torch.optim.SGD([param], lr=0.1))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.master_weights[param].is_meta
-    with_values = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    other = ampfast.master_weights_(torch.optim.SGD([with_values], lr=0.1))
-    with pytest.raises(ValueError, match="on meta"):
-        other.load_state_dict(optimizer.state_dict())
-    optimizer.load_state_dict(other.state_dict())
-    assert optimizer.master_weights[param].is_meta
+def saved_tensors(saved: dict[str, Any]) -> list[Tensor]:
+    return [value for entry in saved["state"].values() for value in entry.values()]
 
 
 @pytest.mark.parametrize("names", [True, False])
@@ -655,6 +486,7 @@ def test_a_master_weight_that_was_rounded_warns(names: bool) -> None:
     optimizer: Any = ampfast.master_weights_(torch.optim.SGD(given, lr=0.5))
     exact = copy.deepcopy(optimizer.state_dict())
     rounded = copy.deepcopy(exact)
+    rounded["param_groups"][0]["lr"] = 7.0
     for index, dtype in ((1, torch.bfloat16), (2, torch.float16)):
         entry = rounded["state"][index]
         entry["master_param"] = entry["master_param"].to(dtype)
@@ -662,7 +494,7 @@ def test_a_master_weight_that_was_rounded_warns(names: bool) -> None:
         warnings.simplefilter("error")
         optimizer.load_state_dict(exact)
         with pytest.raises(UserWarning):
-            optimizer.load_state_dict({**rounded, "param_groups": _with_rate(rounded, 7.0)})
+            optimizer.load_state_dict(rounded)
     assert optimizer.param_groups[0]["lr"] == 0.5, "refused before anything is loaded"
     with pytest.warns(UserWarning) as told:
         optimizer.load_state_dict(rounded)
@@ -673,267 +505,116 @@ def test_a_master_weight_that_was_rounded_warns(names: bool) -> None:
     assert optimizer.master_weights[params[1]].dtype is torch.float32
 
 
-def _with_rate(saved: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    return [{**group, "lr": rate} for group in saved["param_groups"]]
-
-
-class Quantized(Tensor):
-    """A tensor without memory of its own, as of quantized weights."""
-
-    @staticmethod
-    def __new__(cls, held: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].held)
-        raise NotImplementedError(func)
-
-
-def inference_made(dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode():
-        return nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
-
-
-UNUSUAL: dict[str, Callable[[torch.dtype], Any]] = {
-    "inference": inference_made,
-    "sparse": lambda dtype: torch.eye(2, dtype=dtype).to_sparse(),
-    "csr": lambda dtype: torch.eye(2, dtype=dtype).to_sparse_csr(),
-    "mkldnn": lambda dtype: torch.eye(2, dtype=dtype).to_mkldnn(),
-    "nested": lambda dtype: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).to(dtype),
-    "jagged": lambda dtype: torch.nested.nested_tensor(
-        [torch.ones(2, dtype=dtype), torch.ones(3, dtype=dtype)], layout=torch.jagged
-    ),
-    "quantized": lambda dtype: Quantized(torch.ones(2, dtype=dtype)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*nested tensors:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("kind", [*UNUSUAL, "uninitialized"])
-def test_a_parameter_that_is_never_stepped(
-    kind: str, requires_grad: bool, dtype: torch.dtype
-) -> None:
-    if kind == "quantized" and requires_grad and dtype is torch.bfloat16:
-        pytest.skip("is stepped, for all that its optimizer knows")
-    unusual: Any
-    if kind == "uninitialized":
-        unusual = nn.UninitializedParameter(requires_grad, dtype=dtype)
-    elif not isinstance(unusual := UNUSUAL[kind](dtype), nn.Parameter):
-        unusual = nn.Parameter(unusual, requires_grad=requires_grad)
-    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-
-    def step(optimizer: Any) -> None:
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-
-    optimizer: Any = torch.optim.SGD([unusual, param], lr=2**-10, momentum=0.5)
-    step(optimizer)  # has state when it is converted
-    param.data.fill_(1)
-    optimizer = ampfast.master_weights_(optimizer)
-    step(optimizer)
-    expected = 1 - 1.5 * 2**-10
-    assert optimizer.master_weights[param].tolist() == [expected] * 2
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(optimizer)
-    expected -= 1.75 * 2**-10
-    assert optimizer.master_weights[param].tolist() == [expected] * 2
-    scaler = ampfast.GradScaler("cpu", init_scale=1.0, track="overflow")
-    scaler.scale(torch.ones(()))
-    param.grad = torch.ones_like(param)
-    scaler.clip_grad_norm_(optimizer, 10.0)
-    scaler.step(optimizer)
-    expected -= 1.875 * 2**-10
-    assert optimizer.master_weights[param].tolist() == [expected] * 2
-    optimizer.zero_grad(set_to_none=False)
-    assert [id(key) for key in optimizer.master_weights] == [id(param)]
-
-
-def test_a_parameter_that_is_initialized_later_gets_a_master_weight() -> None:
-    param = nn.UninitializedParameter(dtype=torch.bfloat16)
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=2**-10))
-    optimizer.step()
-    assert len(optimizer.master_weights) == 0
-    with pytest.raises(RuntimeError, match="uninitialized"):
-        optimizer.load_state_dict(
-            {**optimizer.state_dict(), "state": {0: {"master_param": torch.ones(3)}}}
-        )
-    param.materialize((3,))
-    with torch.no_grad():
-        param.fill_(1)
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert optimizer.master_weights[param].tolist() == [1 - 2**-10] * 3
-
-
-@pytest.fixture
-def swapping() -> Iterator[None]:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_a_model_can_be_converted_by_swapping(
-    swapping: None, dtype: torch.dtype, scaled: bool, left: bool
-) -> None:
-    sides = []
-    for swaps in (True, False):
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-        ours, _ = both("adamw-foreach", torch.bfloat16, enabled=scaled, track="overflow")
-        ours.train(0)
-        ours.train(1)
-        if not left:
-            ours.optimizer.zero_grad()
-        params = list(ours.model.parameters())
-        ours.model.to(dtype)
-        assert all(a is b for a, b in zip(ours.model.parameters(), params, strict=True))
-        if dtype is torch.float64:
-            with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is torch\.float64"):
-                ours.train(2)
-            continue
-        ours.train(2)
-        sides.append([*(p.detach() for p in params), *ours.weights()])
-    if sides:
-        assert_same(*sides)
-
-
-def test_state_of_other_parameters_keeps_its_dtype() -> None:
-    params = [nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float64, torch.float16)]
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(params, lr=0.5, momentum=0.5))
-    for _ in range(2):
-        step_by(optimizer, params)
-        optimizer.load_state_dict(saved(optimizer.state_dict()))
-        buffers = [optimizer.state[param]["momentum_buffer"] for param in params]
-        assert [buffer.dtype for buffer in buffers] == [torch.float64, torch.float32]
-
-
-def test_a_checkpoint_of_a_thawed_parameter_and_one_that_does_not_fit() -> None:
-    ours = ours_of("adamw-foreach", steps=1)
-    state = saved(ours.optimizer.state_dict())
-    frozen = small_model(torch.float16).requires_grad_(False)
-    make = OPTIMIZERS["adamw-foreach"]
-    optimizer: Any = ampfast.master_weights_(make(list(frozen.parameters())))
-    for _ in range(2):
-        for groups in ([], state["param_groups"] * 2):
-            before = optimizer.state_dict()["state"]
-            with pytest.raises(ValueError, match="different number of parameter groups"):
-                optimizer.load_state_dict({**state, "param_groups": groups})
-            assert_same(optimizer.state_dict()["state"], before)
-        if not before:
-            assert len(optimizer.master_weights) == 0
-            optimizer.load_state_dict(state)
-            frozen.load_state_dict(ours.model.state_dict())
-    assert_same(before, state["state"])
-    assert before[0]["exp_avg"].dtype is torch.float32
-
-
-def test_state_is_the_users() -> None:
-    ours, hand = both("momentum-foreach", torch.float16)
-    for seed in range(6):
-        if seed == 2:
-            ours.optimizer.state.clear()
-            hand.optimizer.state.clear()
-        if seed == 4:
-            for side in (ours, hand):
-                first = side.optimizer.param_groups[0]["params"][0]
-                buffer = side.optimizer.state[first]["momentum_buffer"]
-                side.optimizer.state[first] = {"momentum_buffer": buffer * 2}
-        follow(ours, hand, [seed + 6])
-        assert set(map(id, ours.optimizer.state)) == set(map(id, ours.model.parameters()))
-
-
-def test_a_checkpoint_of_a_plain_optimizer_keeps_float32_state() -> None:
-    make = OPTIMIZERS["adamw-foreach"]
-    full = small_model(torch.float32)
-    plain = make(list(full.parameters()))
-    for seed in range(3):
-        plain.zero_grad()
-        loss_of(full, seed).backward()
-        plain.step()
-    ours = Ours(small_model(torch.float16), make)
-    ours.train(5)
-    ours.optimizer.load_state_dict(saved(plain.state_dict()))
-    ours.model.load_state_dict(full.state_dict())
-    assert_same(ours.state(), plain.state_dict()["state"], "state")
-    assert_same(ours.weights(), [p.detach().half().float() for p in full.parameters()])
-    for ours_too, theirs in zip(ours.model.parameters(), full.parameters(), strict=True):
-        ours.optimizer.master_weights[ours_too].copy_(theirs.detach())
-    hand = ByHand(small_model(torch.float16), make)
-    hand.model.load_state_dict(full.state_dict())
-    hand.optimizer.load_state_dict(saved(plain.state_dict()))
-    with torch.no_grad():
-        for master, theirs in zip(hand.masters.values(), full.parameters(), strict=True):
-            master.copy_(theirs)
-    hand.scaler.load_state_dict(ours.scaler.state_dict())
-    ours.train(6)
-    hand.train(6)
-    assert_same(ours.weights(), hand.weights(), "masters")
-
-
 def test_an_optimizer_in_use_is_converted_with_its_state() -> None:
     model = small_model(torch.bfloat16)
     optimizer: Any = OPTIMIZERS["adamw-plain"](list(model.parameters()))
     loss_of(model, 0).backward()
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    ampfast.master_weights_(optimizer)
-    after = optimizer.state_dict()["state"]
+    after = ampfast.master_weights_(optimizer).state_dict()["state"]
     for index, param in enumerate(model.parameters()):
         assert_same(after[index]["exp_avg"], before[index]["exp_avg"].float())
-        assert_same(after[index]["master_param"], param.detach().float())
-    loss_of(model, 1).backward()
-    optimizer.step()
-    assert len(optimizer.master_weights) == 4
+        if param.dtype is torch.bfloat16:
+            assert_same(after[index]["master_param"], param.detach().float())
 
 
-def test_an_added_group() -> None:
-    def make(params: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params[:2], lr=0.1, momentum=0.9)
+def test_hooks_of_checkpoints() -> None:
+    """They see parameters in the groups, and master weights in the checkpoint."""
+    ours = ours_of("adamw-plain", torch.bfloat16, 1)
+    optimizer = ours.optimizer
+    seen: list[Any] = []
 
-    ours, hand = (kind(small_model(torch.float16), make) for kind in (Ours, ByHand))
-    ours.train(0)
-    hand.train(0)
-    hand.masters = dict(zip(hand.model.parameters(), hand.floats, strict=True))
-    for side, params in ((ours, list(ours.model.parameters())), (hand, hand.floats)):
-        side.optimizer.add_param_group({"params": params[2:], "lr": 0.2})
-    follow(ours, hand, [1, 3, 4, 6])
-    assert len(ours.optimizer.master_weights) == 4
+    def wrapped(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.append("master_param" in saved["state"][0])
+        return {"optimizer": saved}
+
+    def unwrapped(optimizer: Any, saved: dict[str, Any]) -> Any:
+        seen.append(optimizer.param_groups[0]["params"][0] is params[0])
+        return saved["optimizer"]
+
+    def loaded(optimizer: Any) -> None:
+        seen.append(set(optimizer.state) == set(params))
+        seen.append(optimizer.master_weights[params[0]].tolist() == master.tolist())
+
+    params = list(ours.model.parameters())
+    optimizer.register_state_dict_post_hook(wrapped)
+    optimizer.register_load_state_dict_pre_hook(unwrapped)
+    optimizer.register_load_state_dict_post_hook(loaded)
+    master = optimizer.master_weights[params[0]].clone()
+    saved = copy.deepcopy(optimizer.state_dict())
+    ours.train(1)
+    assert optimizer.master_weights[params[0]].tolist() != master.tolist()
+    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [True] * 8
 
 
-def test_zero_grad_gives_16_bit_zeros() -> None:
+# Parameters and gradients of other kinds
+
+
+def made_in_inference() -> Tensor:
+    with torch.inference_mode():
+        return nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+
+
+ONES = torch.ones(2, dtype=torch.bfloat16)
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "inference": made_in_inference,
+    "sparse": lambda: torch.eye(2, dtype=torch.bfloat16).to_sparse(),
+    "jagged": lambda: torch.nested.nested_tensor([ONES, ONES[:1]], layout=torch.jagged),
+    "uninitialized": lambda: nn.UninitializedParameter(dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_a_parameter_that_is_never_stepped(kind: str) -> None:
+    unusual: Any = UNUSUAL[kind]()
+    if not isinstance(unusual, nn.Parameter):
+        unusual = nn.Parameter(unusual)
+    param = nn.Parameter(ONES.clone())
+    optimizer: Any = torch.optim.SGD([unusual, param], lr=2**-10, momentum=0.5)
+    step_by(optimizer, [param])  # has state when it is converted
+    param.data.fill_(1)
+    optimizer = ampfast.master_weights_(optimizer)
+    scaler = ampfast.GradScaler("cpu", init_scale=1.0, track="overflow")
+    scaler.scale(torch.ones(()))
+    expected = 1.0
+    for momentum in (1.5, 1.75, 1.875):
+        param.grad = torch.ones_like(param)
+        scaler.clip_grad_norm_(optimizer, 10.0)
+        scaler.step_and_update(optimizer)
+        expected -= momentum * 2**-10
+        assert optimizer.master_weights[param].tolist() == [expected] * 2
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.zero_grad(set_to_none=False)
+    assert [id(key) for key in optimizer.master_weights] == [id(param)]
+    if kind == "uninitialized":
+        unusual.materialize((3,))
+        with torch.no_grad():
+            unusual.fill_(1)
+        step_by(optimizer, [unusual])
+        assert optimizer.master_weights[unusual].tolist() == [1 - 2**-10] * 3
+
+
+def test_zero_grad_gives_zeros_of_grad_dtype() -> None:
     ours = ours_of("momentum-plain", torch.float16, 1)
-    grads = [p.grad for p in ours.model.parameters()]
-    assert {grad.dtype for grad in grads} == {torch.float32}
+    first, second, *_ = params = list(ours.model.parameters())
+    assert {param.grad.dtype for param in params} == {torch.float32}
     ours.optimizer.zero_grad(set_to_none=False)
-    for param in ours.model.parameters():
+    for param in params:
         assert_same(param.grad, torch.zeros_like(param.detach()))
-    first, second = list(ours.model.parameters())[:2]
     first.grad.fill_(1.0)
     kept, second.grad = first.grad, None
     ours.optimizer.zero_grad(set_to_none=False)
     assert first.grad is kept, "of 16 bit, as in a bucket"
-    assert not kept.any()
-    assert second.grad is None
-    ours.optimizer.zero_grad()
-    assert all(p.grad is None for p in ours.model.parameters())
-
-
-def test_zero_grad_keeps_float32_gradients_of_the_users() -> None:
+    assert not kept.any() and second.grad is None
     optimizer, (param,) = sgd_of()
     param.grad_dtype = torch.float32
     for _ in range(2):
         (param * 2).sum().backward()
-        assert param.grad_dtype is torch.float32
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+        assert param.grad_dtype is torch.float32
         assert_same(param.grad, torch.zeros(3))
     assert param.tolist() == [-1.0] * 3
 
@@ -945,172 +626,36 @@ def test_sparse_gradients(kind: Any) -> None:
         return nn.Embedding(6, 4, sparse=True).half()
 
     ours, hand = (side(make(), partial(kind, lr=0.1)) for side in (Ours, ByHand))
-    follow(ours, hand, [0, 1, 3])
-
-
-def test_memory_order_is_kept() -> None:
-    last = torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last)
-    params = [nn.Parameter(each) for each in (last, *torch.randn(2, 3, 5).half())]
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(params, lr=0.5))
-    for turned in (False, True):
-        if turned:
-            params[1].data = params[1].data.t().contiguous().t()
-        for param in params:
-            param.grad = torch.randn_like(param)
-        masters = optimizer.master_weights
-        expected = [masters[p] - 0.5 * p.grad.float() for p in params]
-        optimizer.step()
-        for param, weight in zip(params, expected, strict=True):
-            assert param.grad.stride() == param.stride()
-            assert torch.equal(param, weight.to(param.dtype))
-            assert_same(optimizer.master_weights[param].contiguous(), weight.contiguous())
-
-
-def test_no_master_weight_is_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, _ = sgd_of()
-    other = nn.Parameter(torch.ones(3).half())
-    optimizer.add_param_group({"params": [other]})
-    monkeypatch.setattr("ampfast.capture.is_capturing", lambda: True)
-    for call in (optimizer.step, lambda: optimizer.master_weights[other]):
-        with pytest.raises(RuntimeError, match="cannot capture the making of master weights"):
-            call()
-    with pytest.raises(RuntimeError, match="cannot capture master_weights_"):
-        ampfast.master_weights_(torch.optim.SGD([other], lr=0.5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_whose_data_was_set_are_left_alone(dtype: torch.dtype) -> None:
-    optimizer, (param,) = sgd_of()
-    step_by(optimizer, [param])
-    held = param.grad.detach()  # one more reference to the memory, as the gradient had
-    param.grad.data = torch.full((3,), 7.0, dtype=dtype)
-    step_by(optimizer, [param], 2)
-    assert param.grad.dtype is torch.float32
-    assert param.grad.tolist() == [2.0] * 3
-    assert held.tolist() == [1.0] * 3
-    assert param.tolist() == [-0.5] * 3
-
-
-class Subclassed(nn.Parameter):
-    pass
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, Subclassed])
-@pytest.mark.parametrize("seen_as", [torch.Tensor.t, lambda data: data.view(torch.float16)])
-def test_data_seen_in_another_way_is_an_edit(
-    seen_as: Callable[[Tensor], Tensor], kind: type[nn.Parameter]
-) -> None:
-    """At the same address and of the same version."""
-    param = kind(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.0))
-    step_by(optimizer, [param])
-    optimizer.zero_grad()
-    param.data = seen_as(param.data)
-    expected = param.detach().clone()
-    step_by(optimizer, [param])
-    assert torch.equal(param.detach(), expected)
-    assert torch.equal(optimizer.master_weights[param], expected.float())
-
-
-class Group(dict[str, Any]):
-    pass
+    follow(ours, hand, [0, 3, 6])
 
 
 @pytest.mark.parametrize("kind", [dict, Group])
-@pytest.mark.parametrize("params_in", [list, tuple])
-def test_groups_that_are_no_plain_dicts_of_lists(kind: Any, params_in: Any) -> None:
-    optimizer, (param,) = sgd_of(lr=1.0, momentum=0.5)
-    (group,) = optimizer.param_groups
-    optimizer.param_groups[0] = kind(group, params=params_in([param]))
-    for moved in (0.0, -1.5):
-        step_by(optimizer, [param])
-        assert param.tolist() == [moved] * 3
-    (key,) = optimizer.state
-    assert key is param
-
-
-@pytest.mark.parametrize("kind", [dict, Group])
-def test_parameters_that_are_trained_later_get_master_weights(kind: Any) -> None:
-    trained, thawed, frozen = (nn.Parameter(torch.ones(3).half(), i == 0) for i in range(3))
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([trained, thawed, frozen], lr=0.5))
-    (group,) = optimizer.param_groups
-    optimizer.param_groups[0] = kind(group)
-
-    def saved_after_a_step() -> list[int]:
-        step_by(optimizer, [trained])
-        state = optimizer.state_dict()["state"]
-        return [index for index, entry in state.items() if "master_param" in entry]
-
-    assert saved_after_a_step() == [0]
-    thawed.requires_grad_(True)
-    assert saved_after_a_step() == [0, 1]
-    frozen.grad = torch.ones(3).half()
-    assert saved_after_a_step() == [0, 1, 2]
-    assert [param[0].item() for param in (trained, thawed, frozen)] == [-0.5, 1.0, 0.5]
-
-
-def test_entries_of_the_state_that_change_places() -> None:
-    def moved(params: list[Tensor], optimizer: Any) -> list[float]:
-        for step in range(2):
-            for number, param in enumerate(params, 1):
-                param.grad = torch.full_like(param, number)
-            optimizer.step()
-            if step == 0:
-                one, other = (optimizer.state.pop(param) for param in params)
-                optimizer.state[params[1]], optimizer.state[params[0]] = one, other
-        return [param[0].item() for param in params]
-
-    ours, theirs = (
-        [nn.Parameter(torch.ones(4, dtype=d)) for _ in range(2)]
-        for d in (torch.bfloat16, torch.float32)
-    )
-    sgd = [torch.optim.SGD(params, lr=1.0, momentum=0.5) for params in (ours, theirs)]
-    assert moved(ours, ampfast.master_weights_(sgd[0])) == moved(theirs, sgd[1])
-
-
-def test_parameters_that_are_removed_are_forgotten() -> None:
-    optimizer, (kept, other) = sgd_of(2, lr=2**-10)
-    for params in ([kept, other], [kept], [kept, other]):
+def test_parameters_that_are_trained_later_and_removed(kind: Any) -> None:
+    trained, frozen, other = (nn.Parameter(torch.ones(3).half(), i == 0) for i in range(3))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([trained, frozen, other], lr=2**-12))
+    optimizer.param_groups[0] = kind(optimizer.param_groups[0])
+    step_by(optimizer, [trained])
+    assert list(optimizer.master_weights) == [trained]
+    other.grad = torch.ones(3).half()
+    step_by(optimizer, [trained])
+    assert list(optimizer.state_dict()["state"]) == [0, 2]
+    for params in ([trained], [trained, other], [trained]):
         optimizer.param_groups[0]["params"] = params
         step_by(optimizer, params)
-        assert len(optimizer.master_weights) == len(params)
-    assert optimizer.master_weights[kept].tolist() == [1 - 3 * 2**-10] * 3
-    assert optimizer.master_weights[other].tolist() == [1 - 2**-10] * 3, "from 16 bit again"
-    del params[1]
-    optimizer.step()
-    reference = weakref.ref(other)
-    del other
+        assert list(optimizer.master_weights) == params
+        if len(params) == 2:
+            assert optimizer.master_weights[other].tolist() == [1 - 2**-12] * 3, "from 16 bit again"
+    assert optimizer.master_weights[trained].tolist() == [1 - 5 * 2**-12] * 3
+    references = weakref.ref(other), weakref.ref(optimizer)
+    del params, other
     gc.collect()
-    assert reference() is None
+    assert references[0]() is None
+    del optimizer
+    gc.collect()
+    assert references[1]() is None, "nothing keeps an optimizer alive"
 
 
-def test_the_view_of_masters_and_a_second_call() -> None:
-    ours = ours_of("momentum-plain", torch.float16)
-    param = next(ours.model.parameters())
-    masters = ours.optimizer.master_weights
-    assert next(iter(masters)) is param
-    assert masters[param].shape == param.shape
-    assert not masters[param].requires_grad
-    with pytest.raises(KeyError, match="no 16-bit parameter that this optimizer trains"):
-        masters[nn.Parameter(torch.ones(1).half())]
-    kind = type(ours.optimizer)
-    assert ampfast.master_weights_(ours.optimizer) is ours.optimizer
-    assert type(ours.optimizer) is kind
-    assert isinstance(ours.optimizer, torch.optim.SGD)
-    assert kind.__name__ == "SGD"
-
-
-def test_torchs_scaler_still_refuses_float16() -> None:
-    ours = ours_of("momentum-plain", torch.float16)
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0)
-    theirs.scale(loss_of(ours.model, 0)).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        theirs.unscale_(ours.optimizer)
-    plain = torch.optim.SGD(small_model(torch.float16).parameters(), lr=0.1)
-    plain.param_groups[0]["params"][0].grad = torch.zeros(7, 8, dtype=torch.float16)
-    ours.scaler.scale(torch.ones(()))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        ours.scaler.unscale_(plain)
+# What is refused
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -1159,20 +704,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "replaced": (with_replaced_step, RuntimeError, "before the scheduler or trainer"),
     "hook": (with_a_hook_that_fails, ValueError, "by a hook"),
     **{
-        name: (
-            partial(plain_sgd, **{name: False}),
-            TypeError,
-            f"SGD has an attribute {name} of its own",
-        )
+        name: (partial(plain_sgd, **{name: 0}), TypeError, f"has an attribute {name} of its own")
         for name in ("master_weights", "_masters")
     },
+    "captured": (plain_sgd, RuntimeError, "cannot capture master_weights_"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_change_nothing(name: str) -> None:
+def test_refusals_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, error, text = REFUSED[name]
     optimizer = make()
+    if name == "captured":
+        monkeypatch.setattr("ampfast.capture.is_capturing", lambda: True)
     kind, before = type(optimizer), dict(vars(optimizer))
     state = list(getattr(optimizer, "state", ()))
     with pytest.raises(error, match=text):
@@ -1204,68 +748,10 @@ def test_what_is_no_master_weight_is_refused_before_loading(kind: str) -> None:
     with pytest.raises(ValueError, match=f"of parameter 1 is .*{text}") as told:
         ours.optimizer.load_state_dict(saved)
     assert "and must be a dense float32 tensor" in str(told.value)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        ours.optimizer.load_state_dict({**before, "param_groups": []})
     assert_same(saved_tensors(ours.optimizer.state_dict()), saved_tensors(before))
     assert ours.optimizer.param_groups[0]["lr"] == 0.01
-
-
-def saved_tensors(saved: dict[str, Any]) -> list[Tensor]:
-    return [value for entry in saved["state"].values() for value in entry.values()]
-
-
-def test_hooks_of_checkpoints() -> None:
-    """They see parameters in the groups, and master weights in the checkpoint."""
-    ours = ours_of("adamw-plain", torch.bfloat16, 1)
-    optimizer = ours.optimizer
-    seen: list[Any] = []
-
-    def wrapped(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        seen.append("master_param" in saved["state"][0])
-        return {"optimizer": saved}
-
-    def unwrapped(optimizer: Any, saved: dict[str, Any]) -> Any:
-        seen.append(optimizer.param_groups[0]["params"][0] is params[0])
-        return saved["optimizer"]
-
-    def loaded(optimizer: Any) -> None:
-        seen.append(set(optimizer.state) == set(params))
-        seen.append(optimizer.master_weights[params[0]].tolist() == master.tolist())
-
-    params = list(ours.model.parameters())
-    optimizer.register_state_dict_post_hook(wrapped)
-    optimizer.register_load_state_dict_pre_hook(unwrapped)
-    optimizer.register_load_state_dict_post_hook(loaded)
-    master = optimizer.master_weights[params[0]].clone()
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert list(saved) == ["optimizer"]
-    ours.train(1)
-    assert optimizer.master_weights[params[0]].tolist() != master.tolist()
-    optimizer.load_state_dict(saved)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [True, True, True, True, True, True, True, True]
-
-
-def test_errors_of_a_step_change_nothing() -> None:
-    ours = ours_of("momentum-plain", torch.float16, 1)
-    model = ours.model
-    before = [p.detach().clone() for p in model.parameters()]
-    ours.backward(1)
-    model[0].float()
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is torch\.float32"):
-        ours.scaler.step(ours.optimizer)
-    model[0].half()
-    weight = model[2].weight.data
-    model[2].weight.data = weight[:1]
-    with pytest.raises(RuntimeError, match=r"parameter 2 of group 0 is .* of shape \(1, 7\)"):
-        ours.optimizer.step()
-    model[2].weight.data = weight
-    ours.optimizer.param_groups[0]["differentiable"] = True
-    with pytest.raises(ValueError, match="differentiable=True"):
-        ours.optimizer.step()
-    ours.optimizer.param_groups[0]["differentiable"] = False
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        ours.optimizer.load_state_dict({**ours.optimizer.state_dict(), "param_groups": []})
-    assert_same([p.detach() for p in model.parameters()], before)
-    assert len(ours.optimizer.master_weights) == 4
 
 
 class Failing(torch.optim.SGD):
@@ -1279,41 +765,47 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_error_inside_step_restores() -> None:
+def test_errors_of_a_step_change_nothing() -> None:
     make = partial(Failing, lr=0.1, momentum=0.9)
     ours, hand = (kind(small_model(torch.float16), make) for kind in (Ours, ByHand))
     follow(ours, hand, range(1))
-    state = ours.optimizer.state
-    held = list(ours.optimizer.param_groups[0]["params"])
-    ours.backward(1)
-    ours.optimizer.fails = True
-    with pytest.raises(MemoryError):
-        ours.scaler.step(ours.optimizer)
-    ours.optimizer.fails = False
-    ours.scaler.update()
-    assert ours.optimizer.state is state
-    assert [id(p) for p in ours.optimizer.param_groups[0]["params"]] == [id(p) for p in held]
-    assert_same(ours.params(), hand.params())
+    model, optimizer, state = ours.model, ours.optimizer, ours.optimizer.state
+    held, weight = [*map(id, ours.stepped())], model[2].weight.data
+    group = optimizer.param_groups[0]
+
+    def cut(number: int) -> Callable[[], None]:
+        return lambda: setattr(model[2].weight, "data", weight[:number])
+
+    def fail(value: bool) -> Callable[[], None]:
+        return lambda: setattr(optimizer, "fails", value)
+
+    def differentiate(value: bool) -> Callable[[], None]:
+        return lambda: group.update(differentiable=value)
+
+    for kind, text, wrong, right in (
+        (RuntimeError, r"parameter 0 of group 0 is torch\.float32", model[0].float, model[0].half),
+        (RuntimeError, r"parameter 3 of group 0 is .* of shape \(1, 7\)", cut(1), cut(3)),
+        (ValueError, "differentiable=True", differentiate(True), differentiate(False)),
+        (MemoryError, "in the middle", fail(True), fail(False)),
+    ):
+        ours.backward(1)
+        wrong()
+        with pytest.raises(kind, match=text):
+            ours.scaler.step(optimizer)
+        right()
+        ours.scaler.update()
+        assert optimizer.state is state
+        assert [*map(id, ours.stepped())] == held
+        assert_same(ours.params(), hand.params())
+        optimizer.zero_grad()
     # Where the failed step wrote a master weight, the parameter wins.
     first, master = next(iter(hand.masters.items()))
     with torch.no_grad():
         wrote = (master + 1).half() != first
         master.copy_(torch.where(wrote, first.float(), master + 1))
-    hand.train(2)
     ours.train(2)
+    hand.train(2)
     assert_same(ours.weights(), hand.weights(), "masters")
-
-
-def test_a_gradient_of_a_failed_step_is_not_stepped_later() -> None:
-    first, second = (nn.Parameter(torch.ones(3).half()) for _ in range(2))
-    optimizer: Any = ampfast.master_weights_(Failing([first, second], lr=0.5))
-    optimizer.fails = True
-    with pytest.raises(MemoryError):
-        step_by(optimizer, [first])
-    optimizer.fails = False
-    optimizer.zero_grad()
-    step_by(optimizer, [second])
-    assert [optimizer.master_weights[p].tolist() for p in (first, second)] == [[1.0] * 3, [0.5] * 3]
 
 
 @contextmanager
@@ -1381,79 +873,143 @@ def test_an_interrupt_at_any_line_restores(way: str, name: str, edited: bool) ->
         grouped = [id(param) for group in optimizer.param_groups for param in group["params"]]
         assert grouped == [id(param) for param in optimizer.state] == [id(p) for p in params]
         assert way == "load" or optimizer.state is state
-        assert [weight.grad for weight in optimizer._masters.values()] == [None, None]
         assert way == "closure" or all(
             torch.equal(p.grad.float(), g) for p, g in zip(params, gradients, strict=True)
         )
         before = [param.tolist() for param in params]
         with_gradients(3)
+        params[0].grad = None  # a gradient of the failed step is not stepped later
         optimizer.step()
-        assert all(p.tolist() != each for p, each in zip(params, before, strict=True))
+        assert [p.tolist() != each for p, each in zip(params, before, strict=True)] == [0, 1]
         assert all(torch.equal(p, optimizer.master_weights[p].half()) for p in params)
     assert lines[0] == at - 1 > 50
 
 
-def size_of_process() -> int:
-    """Bytes of address space."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
+# Optimizers unlike torch's own
 
 
-@contextmanager
-def little_memory(more: int) -> Iterator[None]:
-    """Lets the process have so many bytes more than it has."""
-    gc.collect()  # or what is freed meanwhile would be there, too
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size_of_process() + more // 2, before[1]))
-    held = []  # what earlier tests have freed, which malloc keeps for the next to ask
-    while (block := outcome(lambda: torch.empty(more, dtype=torch.uint8))).error is None:
-        held.append(block.value)
-    resource.setrlimit(resource.RLIMIT_AS, (size_of_process() + more, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+class Dropping(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.drop()
+        return loss
+
+    def drop(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-@pytest.mark.skipif(VARIABLE in os.environ, reason="so many elements take an emulator minutes")
-@pytest.mark.parametrize("way", ["step", "clip_grad_norm_", "general"])
-def test_a_failed_allocation_changes_nothing(way: str) -> None:
-    """Float32 gradients take 256 MiB, of which there are 64."""
-    large = nn.Parameter(torch.zeros(2**26, dtype=torch.float16))
-    small = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([small, large], lr=0.5))
-    scaler = ampfast.GradScaler(
-        "cpu", init_scale=4.0, track="overflow" if way == "general" else None
-    )
-    scaler.scale(torch.ones(()))
-
-    def attempt() -> None:
-        if way == "clip_grad_norm_":
-            scaler.clip_grad_norm_(optimizer, 1e9)
-        scaler.step(optimizer)
-
-    torch.autograd.backward([small, large], [torch.full_like(p, 4.0) for p in (small, large)])
-    with little_memory(2**26):
-        error = outcome(attempt).error
-    assert isinstance(error, RuntimeError) and "memory" in str(error)
-    for param in (small, large):
-        assert param.grad.dtype is torch.float16
-        assert bool((param.grad == 4).all())
-    assert small.tolist() == [1.0] * 3
-    assert optimizer.master_weights[small].tolist() == [1.0] * 3
-    attempt()
-    assert small.tolist() == [0.5] * 3
-    assert scaler.stats().steps == 0
-    scaler.update()
-    assert scaler.stats().skipped == 0
+class Zeroing(Dropping):
+    def drop(self) -> None:
+        self.zero_grad()
 
 
-def test_nothing_keeps_an_optimizer_alive() -> None:
-    ours = ours_of("momentum-plain", torch.float16, 1)
-    reference = weakref.ref(ours.optimizer)
-    master = weakref.ref(ours.optimizer._masters[next(ours.model.parameters())])
-    ours.optimizer = None
-    gc.collect()
-    assert reference() is None
-    assert master() is None
+@pytest.mark.parametrize("group", [dict, Group])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("kind", [Dropping, Zeroing])
+def test_gradients_that_a_step_drops(
+    kind: Any, backend: str, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their parameters are written, and theirs are dropped, too, as by the optimizer alone."""
+    monkeypatch.setenv("AMPFAST_BACKEND", backend)
+    make = partial(kind, lr=0.01, momentum=0.9)
+    ours, hand = (side(small_model(torch.float16), make) for side in (Ours, ByHand))
+    ours.optimizer.param_groups[0] = group(ours.optimizer.param_groups[0])
+    for seed in range(STEPS):
+        for side in (ours, hand):
+            side.backward(seed, BAD.get(seed), 3 if seed == 4 else None)
+            side.step()
+        assert_equal(ours, hand)
+        assert seed in BAD or [param.grad for param in ours.stepped()] == [None] * 5
+
+
+class OwnList(torch.optim.SGD):
+    """Steps a list of its own."""
+
+    def __init__(self, params: list[Any], **options: Any) -> None:
+        super().__init__(params, **options)
+        self.mine = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.mine:
+            if param.grad is not None:
+                param.sub_(param.grad.to(param.dtype), alpha=0.5)
+
+
+@pytest.mark.parametrize("param", [nn.Parameter, Subclassed])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_an_optimizer_that_steps_a_list_of_its_own_is_refused(
+    backend: str, param: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", backend)
+    full = nn.Parameter(torch.ones(2))
+    params = [param(torch.ones(size, dtype=torch.bfloat16)) for size in (5, 3)]
+    optimizer: Any = ampfast.master_weights_(OwnList([full, *params], lr=0.1))
+    step_by(optimizer, [full])  # of what has no master weight
+    assert full.tolist() == [0.5] * 2
+    with pytest.raises(RuntimeError, match="step changed parameter 2 while a master weight"):
+        step_by(optimizer, params[1:])
+    assert params[1].tolist() == [0.5] * 3, "as the optimizer left it"
+    assert [p for p in optimizer.param_groups[0]["params"] if p.dtype is torch.float32] == [full]
+    optimizer.mine = []
+    optimizer.step()
+    assert optimizer.master_weights[params[1]].tolist() == [0.5] * 3, "parameters win"
+    optimizer = ampfast.master_weights_(OwnList(params[:1], lr=0.1))  # of one parameter alone
+    with pytest.raises(RuntimeError, match="step changed parameter 0 while a master weight"):
+        step_by(optimizer, params[:1])
+
+
+class Abstract(ABC, torch.optim.SGD):
+    """The base of pytorch-optimizer's classes is such a one."""
+
+    loaded = 0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.loaded += 1
+
+
+def test_a_class_whose_first_base_is_no_optimizer() -> None:
+    make = partial(Abstract, lr=0.01, momentum=0.9)
+    ours, hand = (side(small_model(torch.float16), make) for side in (Ours, ByHand))
+    assert type(ours.optimizer).__mro__[1:] == (ampfast.MasterWeights, *Abstract.__mro__)
+    follow(ours, hand, range(3))
+    for copied in (copy.deepcopy, pickled):
+        ours.model, ours.optimizer = copied((ours.model, ours.optimizer))
+        follow(ours, hand, range(3, 6))
+    ours.optimizer.load_state_dict(saved(ours.optimizer.state_dict()))
+    assert ours.optimizer.loaded == 1, "its own methods run, too"
+    follow(ours, hand, range(6, STEPS))
+
+    class Derived(type(ours.optimizer)):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> str:
+            super().step(closure)
+            return "derived"
+
+    ours.optimizer.__class__ = Derived
+    follow(ours, hand, range(2))
+    assert ours.optimizer.step() == "derived"
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_named_checkpoints(flat: bool) -> None:
+    """torch drops master weights as it loads a flat one."""
+    api = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    options = api.StateDictOptions(flatten_optimizer_state_dict=flat)
+    ours, resumed = ours_of("adamw-foreach", steps=3), ours_of("adamw-foreach")
+    named = api.get_optimizer_state_dict(ours.model, ours.optimizer, options=options)
+    resumed.model.load_state_dict(ours.model.state_dict())
+    load = partial(api.set_optimizer_state_dict, resumed.model, resumed.optimizer)
+    if flat:
+        with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
+            load(named, options=options)
+        frozen = small_model(torch.float16).requires_grad_(False)
+        optimizer = ampfast.master_weights_(torch.optim.SGD(frozen.parameters(), lr=0.1))
+        named = api.get_optimizer_state_dict(frozen, optimizer, options=options)
+        api.set_optimizer_state_dict(frozen, optimizer, named, options=options)  # needs none
+        return
+    load(copy.deepcopy(named), options=options)
+    assert_same(resumed.optimizer.state_dict()["state"], ours.optimizer.state_dict()["state"])

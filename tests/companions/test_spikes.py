@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 import pickle
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -15,55 +14,20 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from support.captures import OnGpu
 from support.comparison import assert_same
 from support.scale_model import Rule, random_norms
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, capture, spikes
-from ampfast.backends import core, cpu, scalars, torch_ops
+from ampfast import Sigmas, capture
+from ampfast.backends import core
 
 WINDOW = 4
 
 
 LIMITS = [1.2, 0.0, Sigmas(2.0, 4), Sigmas(0.0, 2), Sigmas(6.0, 128), Sigmas(3.0, 5, patience=1)]
 LIMITS += [Sigmas(1.0, 7, patience=9)]
-
-
-def number_of(limit: float | Sigmas) -> float:
-    return limit.sigmas if isinstance(limit, Sigmas) else limit
-
-
-def clip_on_cpu(norm: float, flag: Tensor, *rule: Any) -> None:
-    one = torch.zeros((), dtype=torch.float64)
-    rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
-    cpu.clip(core.Clip(rows, 1.0, True, torch.zeros(()), one, None, None, flag, *rule))
-
-
-def clip_by_torch(norm: float, flag: Tensor, *rule: Any) -> None:
-    torch_ops.spike_(flag, torch.tensor(norm), *rule)
-
-
-@pytest.mark.parametrize("clip", [clip_on_cpu, clip_by_torch])
-@pytest.mark.parametrize("limit", LIMITS, ids=str)
-def test_kernels_follow_the_rule(limit: float | Sigmas, clip: Callable[..., None]) -> None:
-    rule = Rule(limit)
-    words = rule.words() if isinstance(limit, Sigmas) else None
-    found = []
-    for norm in random_norms(1500, seed=3):
-        flag = torch.zeros(())
-        clip(norm, flag, number_of(limit), words)
-        assert flag.item() == rule.flag(norm)
-        found.append(flag.item())
-    assert {0.0, core.SPIKE} == set(found)
-    if words is not None:
-        rule.assert_are(words)
-        assert rule.restarts or rule.patience > 9
-
-
-# Scaler
 
 
 def adam(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -179,19 +143,26 @@ def test_a_spike_is_skipped_and_leaves_the_scale(
     assert history.skipped.tolist() == [reason is not None for reason in reasons]
 
 
-@pytest.mark.parametrize("make", ["adam", "fused_adam"])
-def test_sigmas(make: str) -> None:
-    loop, rule = Loop(make), Rule(Sigmas(3.0, WINDOW))
+@pytest.mark.filterwarnings("ignore:The gradient norm stayed above")
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+@backends
+def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
+    loop, rule = Loop("fused_adam", backend=backend), Rule(limit)
     reasons = []
-    for norm in random_norms(60, seed=5):
+    for norm in random_norms(400, seed=5):
         # A new one in each step, as loops are written.
-        total = loop.clip(norm, Sigmas(3.0, WINDOW)).item()
+        total = loop.clip(norm, copy.copy(limit)).item()
         (reason,) = loop.finish(moves=False)
         overflows = not math.isfinite(loop.param.grad.sum())
         expected = 1.0 if overflows else rule.flag(total)
         assert reason == {0.0: None, 1.0: "overflow", core.SPIKE: "spike"}[expected]
         reasons.append(reason)
     assert set(reasons) == {None, "overflow", "spike"}
+    if isinstance(limit, Sigmas):
+        (norms,) = loop.norms()
+        norms = norms["norms"] if isinstance(norms, dict) else norms
+        assert norms == rule.taken[-limit.window :]
+        assert rule.restarts or rule.patience > 9
 
 
 @pytest.mark.parametrize("order", [2.0, 3.0])
@@ -204,21 +175,8 @@ def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order:
         loop.backward(norms)
         options = {"skip_above": 20.0, "in_place": in_place}
         loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, order, **options)
-        flags = [loop.scaler._last_flags(each).values() for each in loop.optimizers]
-        assert len({flag.data_ptr() for each in flags for flag in each}) == 2
         assert loop.finish() == [reason] * 2
     assert (loop.scaler.stats().spikes, loop.scaler.get_scale()) == (2, 2.0)
-
-
-def test_optimizers_with_a_joint_norm_go_on_together() -> None:
-    loop, reasons = Loop(count=2), []
-    with pytest.warns(UserWarning, match="new usual") as told:
-        for norm in (1.0, 1.1, 1.0, 1.1, 9.0, 9.0, 9.0, 9.1, 9.0):
-            loop.backward([norm, 0.0])
-            loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, skip_above=Sigmas(6.0, 4))
-            reasons.append(loop.finish(moves=False))
-    assert reasons == [[None] * 2] * 4 + [["spike"] * 2] * 2 + [[None] * 2] * 3
-    assert len(told) == 1
 
 
 def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
@@ -235,28 +193,6 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
     assert loop.scaler.history().spiked.tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("reduced", [torch.sum, torch.max, torch.mean])
-def test_flags_that_ranks_reduce_keep_their_meaning(reduced: Callable[[Tensor], Tensor]) -> None:
-    loop = Loop()
-    for other, factor in ((0.0, 1.0), (core.SPIKE, 1.0), (1.0, 0.5)):
-        loop.clip(50.0, 20.0)
-        (flag,) = loop.scaler._last_flags(loop.optimizer).values()
-        flag.copy_(reduced(torch.stack([flag, torch.tensor(other)])))
-        before = loop.now()[0]
-        assert loop.finish() != [None]
-        assert loop.now()[0] == before * factor
-
-
-def test_a_fused_optimizer_with_its_own_grad_scale() -> None:
-    loop, handed = Loop("fused_adam"), []
-    loop.optimizer.register_step_pre_hook(lambda o, *_: handed.append(o.found_inf.item()))
-    for norm, reason in ((1.0, None), (50.0, "spike"), (math.inf, "overflow")):
-        loop.clip(norm, 20.0)
-        loop.optimizer.grad_scale = torch.tensor(2.0)
-        assert loop.finish() == [reason]
-        assert handed[-1] == float(reason is not None)
-
-
 def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
     loop = Loop(hysteresis=2, hysteresis_refill="finite_step", min_scale=4.0, on_min_scale="raise")
     for norm in (math.inf, 50.0, 50.0, math.inf):
@@ -266,97 +202,14 @@ def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
         assert loop.step(50.0, 20.0) == "spike"
 
 
-@pytest.mark.parametrize("options", [{}, {"min_scale": 1.0}, {"policy": ampfast.LogMax()}], ids=str)
-def test_norms_bind_no_checkpoint_to_a_policy(options: dict[str, Any]) -> None:
-    loop, other = Loop(), Loop(**options)
-    for norm in (1.0, 2.0):
-        loop.step(norm, Sigmas(6.0, 4))
-    other.scaler.load_state_dict(loop.scaler.state_dict())
-    assert other.scaler.state_dict()["ampfast"]["norms"] == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize("then", ["warn", "raise"])
-def test_a_spike_after_an_overflow_at_the_minimum_tells_nothing_again(then: str) -> None:
-    loop = Loop(min_scale=8.0, on_min_scale=then)
-    error = UserWarning if then == "warn" else FloatingPointError
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with pytest.raises(error, match="1 step was skipped"):
-                loop.step(math.inf, 20.0)
-            assert loop.step(50.0, 20.0) == "spike"
-            assert loop.scaler.stats().consecutive_skips == 2
-            loop.step(1.0, 20.0)
-
-
-def test_sparse_gradients_and_several_dtypes() -> None:
-    table = nn.Embedding(4, 3, sparse=True)
-    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    optimizer = torch.optim.SGD([*table.parameters(), wide], lr=0.1)
-    scaler = ampfast.GradScaler("cpu", init_scale=8.0)
-    for factor, reason in ((1.0, None), (100.0, "spike")):
-        optimizer.zero_grad()
-        scaler.scale(factor * (table(torch.tensor([1, 1, 2])).sum() + wide.sum())).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20)
-        scaler.step_and_update(optimizer)
-        assert scaler.skip_reason(optimizer) == reason
-
-
-class Overriding(ampfast.GradScaler):
-    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
-        return super()._unscale_grads_(*args)
-
-
-def test_other_scalers() -> None:
-    loop = Loop()
-    loop.scaler = Overriding("cpu", init_scale=8.0, growth_interval=3)
-    for norm, reason, *state in PROGRAM:
-        assert (loop.step(norm, 20.5), *loop.now()) == (reason, *state)
-    loop = Loop(enabled=False)
-    assert loop.step(50.0, 20.0) is None
-    assert loop.scaler.stats().spikes == 0
-
-
-def test_the_schedule_waits() -> None:
-    loop = Loop()
-    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
-    late = ampfast.LateScheduler(schedule, loop.scaler, loop.optimizer)
-    for norm in (1.0, 50.0, 1.0):
-        loop.step(norm, 20.0)
-        late.step()
-    late.flush()
-    assert schedule.last_epoch == 2
-
-
 # A training goes on. Limits, norms, and what becomes of each: "." a step, "s" a spike, "o" an
 # overflow, "r" one that is taken as the new usual, with a warning.
 Program: TypeAlias = list[tuple[Sigmas, list[float], str]]
 REASONS = {".": None, "s": "spike", "o": "overflow", "r": None}
 
 
-def seldom() -> Program:
-    chance = random.Random(1)
-    norms = [chance.uniform(1, 3) if i > 20 and i % 4 == 0 else 0.0 for i in range(200)]
-    return [(Sigmas(6.0, 8), [*norms, 100.0], "." * 200 + "s")]
-
-
-def nearly_equal(window: int) -> Program:
-    norms = [1.0, 1 + 1.2e-7] * window + [1.000001, 1.0, 1.05, 0.95, 1.02]
-    return [(Sigmas(6.0, window), [*norms, 2.0], "." * len(norms) + "s")]
-
-
-def doubling(window: int, patience: int, given: int | None = None) -> Program:
-    norms = [1.0, 1.01] * window + [2.0] * (patience + 1) + [2.02, 1.98] * window + [20.0]
-    events = ".." * window + "s" * patience + "r" + ".." * window + "s"
-    return [(Sigmas(6.0, window, patience=given), norms, events)]
-
-
 USUAL, LONELY = [1.0, 1.1, 1.0, 1.1], [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 1.05]
-DOUBLINGS = [(2, 1), (3, 1), (8, 4), (128, 32), (1024, 32), (4, 3, 3), (4, 9, 9)]
 PROGRAMS: dict[str, Program] = {
-    "norms of 0 do not fill the window": seldom(),
-    **{f"nearly equal {window}": nearly_equal(window) for window in (2, 3, 8, 128)},
-    **{f"doubling {numbers}": doubling(*numbers) for numbers in DOUBLINGS},
     "norms of 0 neither end nor lengthen a run": [
         (Sigmas(6.0, 4, patience=2), USUAL + LONELY * 3, "...." + "..s...." * 3),
         (Sigmas(6.0, 4, patience=2), [50.0, 0.0, 50.0, 0.0, math.inf, 0.0, 50.0], "s.s.o.r"),
@@ -388,80 +241,26 @@ def test_a_training_goes_on(name: str, backend: str) -> None:
                 assert "new usual" in str(record.message)
 
 
-@backends
-def test_a_norm_beyond_float32_is_never_usual(backend: str) -> None:
-    guard = ampfast.StepGuard("cpu", backend=backend)
-    param = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    reasons = []
-    for value in [1.0, 1.0, *[3e38] * 9, 1.0]:
-        guard.scale(torch.zeros(()))
-        param.grad = torch.full((2,), value)
-        guard.clip_grad_norm_(optimizer, 1.0, skip_above=Sigmas(6.0, 2))
-        guard.step(optimizer)
-        guard.update()
-        reasons.append(guard.skip_reason(optimizer))
-    assert reasons == [None, None, *["spike"] * 9, None]
-
-
-class Arrival:
-    has_come = False
-
-    def query(self) -> bool:
-        return self.has_come
-
-
-def test_a_gpu_warns_from_a_copy_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No clip reads a tensor of a GPU, and few copy one."""
-    sent = []
-
-    def copy(tensor: Tensor) -> tuple[Tensor, Arrival]:
-        assert tensor.is_cuda
-        sent.append((tensor.as_subclass(Tensor).clone(), Arrival()))
-        return sent[-1]
-
-    monkeypatch.setattr(scalars, "copy_to_host_async", copy)
-    rules, device, optimizer = spikes.SpikeRules(), torch.device("cpu"), adam([nn.Parameter()])
-    rule = rules.rule([optimizer], Sigmas(6.0, 4), device)
-    rules.record([optimizer], rule)
-    (window,) = [each for _, each in rules._windows]
-    window.header = window.header.as_subclass(OnGpu)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for turn in range(2, 256):
-            rules.record([optimizer], rule)
-            assert len(sent) == min(turn // 64, 1) + (turn >= 192)
-            # Behind the first copy, which arrives after the second clip that would read it.
-            rule.accepted_norms[core.norm_layout.RESTARTS] = turn >= 64
-            if turn in (130, 200):
-                sent[-1][1].has_come = True
-    with pytest.warns(UserWarning, match="Sigmas: 2 steps in a row"):
-        rules.record([optimizer], rule)
-
-
 # What is kept
 
 
-def by_checkpoint(loop: Loop, into: Loop) -> None:
-    into.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
-
-
-def by_checkpoint_later(loop: Loop, into: Loop) -> None:
-    into.run([3.0, 2.0])
-    into.scaler.load_state_dict(loop.scaler.state_dict())
-
-
-def by_pickle(loop: Loop, into: Loop) -> None:
-    into.scaler = pickle.loads(pickle.dumps(loop.scaler))
-
-
-def by_copy(loop: Loop, into: Loop) -> None:
-    into.scaler = copy.copy(loop.scaler)
+KEEP: dict[str, Callable[[ampfast.GradScaler], ampfast.GradScaler]] = {
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "copy": copy.copy,
+}
 
 
 @pytest.mark.filterwarnings("ignore:The gradient norm stayed above")
-@pytest.mark.parametrize("keep", [by_checkpoint, by_checkpoint_later, by_pickle, by_copy])
-def test_what_is_kept(keep: Callable[[Loop, Loop], None]) -> None:
+@pytest.mark.parametrize("way", [*KEEP, "checkpoint", "checkpoint later"])
+def test_what_is_kept(way: str) -> None:
+    def keep(loop: Loop, into: Loop) -> None:
+        if way in KEEP:
+            into.scaler = KEEP[way](loop.scaler)
+            return
+        if way == "checkpoint later":
+            into.run([3.0, 2.0])
+        into.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
+
     norms = [norm for norm in random_norms(40, seed=6) if math.isfinite(norm)]
     for before in (2, 9):
         loop, other = Loop(), Loop()
@@ -494,17 +293,6 @@ def test_another_window_takes_the_last_norms() -> None:
 STAGE = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0]).tolist()
 
 
-def test_loaded_norms_are_for_the_next_clip() -> None:
-    """Not for an optimizer that is alive, but no longer used."""
-    loop = Loop(count=2)
-    loop.run([1000 * norm for norm in STAGE])
-    loop.load([STAGE])
-    assert loop.norms() == [STAGE]
-    assert loop.run([1000.0, 1.05], which=1) == ["spike", None]
-    assert loop.run([1000.0]) == [None]
-    assert [norms[-1] for norms in loop.norms()] == [torch.tensor(1.05).item(), 1000.0]
-
-
 @pytest.mark.parametrize("how", ["state_dict", "same process", "pickle", "distributed"])
 def test_norms_are_saved_in_the_order_of_the_first_clips(how: str, tmp_path: Path) -> None:
     loop = Loop(count=3, max_scale=8.0)
@@ -526,72 +314,26 @@ def test_norms_are_saved_in_the_order_of_the_first_clips(how: str, tmp_path: Pat
     assert other.run([1000.0], which=2) == [None]  # the checkpoint had no third ones
 
 
-def test_a_captured_clip_takes_the_norms_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same memory."""
-    loop, rings = Loop(count=4), set()
-
-    def norms_now() -> Any:
-        windows = {id(each): window for each, window in loop.scaler._spike_rules._windows}
-        rings.add(windows[id(loop.optimizers[1])].words.data_ptr())
-        return loop.norms()
-
-    for which in (0, 1, 2):
-        loop.run([1.0 + which], which=which)
-    with monkeypatch.context() as patch:
-        patch.setattr(spikes, "is_capturing", lambda: True)
-        loop.clip(2.0, Sigmas(2.0, WINDOW), which=1)
-    assert loop.finish(which=range(1, 2)) == [None]
-    assert norms_now() == [[1.0], [2.0, 2.0], [3.0]]
-    for norms in ([[7.0], [8.0], [9.0]], [[4.0], [5.0], [6.0]]):
-        loop.load(norms)
-        assert norms_now() == norms
-    loop.run([10.0], which=0)
-    loop.run([11.0], which=1)
-    assert norms_now() == [[4.0, 10.0], [5.0, 11.0], [6.0]]
-    loop.run([12.0], which=3)
-    loop.run([16.0], which=2)
-    assert norms_now() == [[4.0, 10.0], [5.0, 11.0], [6.0, 12.0], [16.0]]
-    loop.load([])
-    assert norms_now() == [[]]
-    assert len(rings) == 1
-
-
-def test_the_longest_checkpoint_and_older_ones() -> None:
+def test_checkpoints_of_any_kind() -> None:
     loop = Loop()
+    loop.step(1.0, 20.0)
+    theirs = torch.amp.GradScaler("cpu")
+    fresh = theirs.state_dict()
+    assert set(loop.scaler.state_dict()) == set(fresh), "only sigmas add to it"
     loop.run([1.0])
+    theirs.load_state_dict(loop.scaler.state_dict())
+    assert theirs.get_scale() == 8.0
     for norms in ([2.0] * 1024, [0.0] * 1000 + [2.0] * 20 + [0.0] * 4):
         loop.load([norms])
         assert loop.run([0.0, 9.0, 2.0]) == [None, "spike", None]
         assert loop.norms() == [[2.0] * WINDOW]
     loop.load([[0.0] * 1024])
     loop.run([3.0])
-    assert loop.norms() == [[3.0]]
-    loop.run([3.1, 3.0, 3.1])
-    loop.scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"scale": 8.0})
+    other = Loop(min_scale=1.0)  # norms bind to no policy
+    other.scaler.load_state_dict(loop.scaler.state_dict())
+    assert other.norms() == loop.norms() == [[3.0]]
+    loop.scaler.load_state_dict({**fresh, "scale": 8.0})
     assert loop.norms() == []
-    assert loop.run([50.0]) == [None]
-
-
-def test_what_a_capture_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop()
-    loop.step(1.0, 20.0)
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
-        loop.clip(1.0, Sigmas())
-    with pytest.raises(RuntimeError, match="a question that the host asks"):
-        loop.scaler.skip_reason(loop.optimizer)
-
-
-def test_only_sigmas_add_to_a_checkpoint() -> None:
-    loop = Loop()
-    loop.step(1.0, 20.0)
-    theirs = torch.amp.GradScaler("cpu")
-    assert set(loop.scaler.state_dict()) == set(theirs.state_dict())
-    loop.step(1.0, Sigmas())
-    state = loop.scaler.state_dict()
-    assert set(state) == {*theirs.state_dict(), "ampfast"}
-    theirs.load_state_dict(state)
-    assert theirs.get_scale() == 8.0
 
 
 @pytest.mark.parametrize(
@@ -618,65 +360,55 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
 
 # Bad input
 
+FINITE, NUMBER = "at least 0 and finite, got", "a Python number or ampfast.Sigmas, got"
+BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *(
+        (lambda value=value: Sigmas(value), ValueError, f"sigmas must be {FINITE} {told}")
+        for value, told in ((-1.0, "-1.0"), (math.nan, "nan"), (math.inf, "inf"), (10**400, ""))
+    ),
+    (lambda: Sigmas("6"), TypeError, "sigmas must be a Python number, got str"),
+    (lambda: Sigmas(6, 1), ValueError, "window must be from 2 to 1024, got 1"),
+    (lambda: Sigmas(6, 1025), ValueError, "window must be from 2 to 1024, got 1025"),
+    (lambda: Sigmas(6, 2.0), TypeError, "window must be an int, got float"),
+    (lambda: Sigmas(6, True), TypeError, "window must be an int, got bool"),
+    (lambda: Sigmas(6, patience=0), ValueError, "patience must be from 1 to 2147483647, got 0"),
+    (lambda: Sigmas(6, patience=2**31), ValueError, "patience must be from 1 to 2147483647"),
+    (lambda: Sigmas(6, patience=True), TypeError, "patience must be an int, got bool"),
+    *(
+        (lambda above=above: Loop().clip(1.0, above), error, f"skip_above must be {told}")
+        for above, error, told in (
+            *((math.nan, ValueError, "at least 0, got nan"), (-1, ValueError, "at least 0, got")),
+            *(("20", TypeError, f"{NUMBER} str"), (True, TypeError, f"{NUMBER} bool")),
+            (torch.tensor(2.0), TypeError, f"{NUMBER} Tensor"),
+        )
+    ),
+]
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: Sigmas(-1.0), ValueError, "sigmas must be at least 0 and finite, got -1.0"),
-        (lambda: Sigmas(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
-        (lambda: Sigmas(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
-        (lambda: Sigmas(10**400), ValueError, "sigmas must be at least 0 and finite"),
-        (lambda: Sigmas("6"), TypeError, "sigmas must be a Python number, got str"),
-        (lambda: Sigmas(6, 1), ValueError, "window must be from 2 to 1024, got 1"),
-        (lambda: Sigmas(6, 1025), ValueError, "window must be from 2 to 1024, got 1025"),
-        (lambda: Sigmas(6, 2.0), TypeError, "window must be an int, got float"),
-        (lambda: Sigmas(6, True), TypeError, "window must be an int, got bool"),
-        (lambda: Sigmas(6, patience=0), ValueError, "patience must be from 1 to 2147483647, got 0"),
-        (lambda: Sigmas(6, patience=2**31), ValueError, "patience must be from 1 to 2147483647"),
-        (lambda: Sigmas(6, patience=2.0), TypeError, "patience must be an int, got float"),
-        (lambda: Sigmas(6, patience=True), TypeError, "patience must be an int, got bool"),
-    ],
-)
-def test_bad_sigmas(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+
+@pytest.mark.parametrize(("make", "error", "text"), BAD, ids=[text for *_, text in BAD])
+def test_bad_numbers(make: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
 
 
-@pytest.mark.parametrize(
-    ("above", "error", "text"),
-    [
-        (math.nan, ValueError, "at least 0, got nan"),
-        (-1, ValueError, "at least 0, got -1"),
-        ("20", TypeError, "a Python number or ampfast.Sigmas, got str"),
-        (True, TypeError, "a Python number or ampfast.Sigmas, got bool"),
-        (torch.tensor(2.0), TypeError, "a Python number or ampfast.Sigmas, got Tensor"),
-    ],
-)
-def test_a_bad_limit_changes_nothing(above: Any, error: type[Exception], text: str) -> None:
-    loop = Loop()
-    with pytest.raises(error, match=f"skip_above must be {text}"):
-        loop.clip(1.0, above)
-    assert loop.param.grad.norm().item() == pytest.approx(8.0)
-    assert loop.step(1.0, 20.0) is None
-
-
-def test_a_clip_that_is_refused_keeps_the_norms() -> None:
-    loop = Loop()
+def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(growth_interval=10**6)
     loop.run([1.0, 1.1, 1.0, 1.1])
     before = loop.norms()
-    with pytest.raises(ValueError, match="in_place=False needs an optimizer"):
-        loop.clip(1.0, Sigmas(2.0, 2), in_place=False)
-    assert loop.norms() == before
-    other = Loop()
-    by_checkpoint(loop, other)
-    half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    half.grad = torch.ones_like(half)
-    refused = adam([half])
-    other.scaler.scale(torch.zeros(()))
-    with pytest.raises(ValueError, match="FP16"):
-        other.scaler.clip_grad_norm_(refused, 1.0, skip_above=Sigmas(2.0, WINDOW))
-    other.scaler._per_optimizer_states.pop(id(refused))
-    assert other.step(50.0, Sigmas(2.0, WINDOW)) == "spike"
+    for above, options, text in (
+        (-1, {}, "skip_above must be"),
+        (Sigmas(2.0, 2), {"in_place": False}, "in_place=False needs an optimizer"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            loop.clip(1.0, above, **options)
+        assert loop.norms() == before
+        assert loop.param.grad.norm().item() == pytest.approx(8.0)
+    assert loop.step(50.0, Sigmas(2.0, WINDOW)) == "spike"
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
+        Loop().clip(1.0, Sigmas())
+    with pytest.raises(RuntimeError, match="a question that the host asks"):
+        loop.scaler.skip_reason(loop.optimizer)
 
 
 def test_limits_at_their_bounds() -> None:
@@ -687,3 +419,5 @@ def test_limits_at_their_bounds() -> None:
     assert loop.step(1.0, 0) == loop.step(0.7, 0.6) == "spike"
     assert loop.step(1.0, Sigmas(0.0, 1024)) is None
     assert repr(Sigmas(Fraction(1, 2))) == "Sigmas(sigmas=0.5, window=128, patience=None)"
+    loop = Loop(enabled=False)
+    assert (loop.step(50.0, 20.0), loop.scaler.stats().spikes) == (None, 0)
