@@ -129,7 +129,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "The same where no other rank takes part; tests/distributed/test_marks.py sees it.": [
+    "The same where no other rank takes part; tests/distributed/test_features_on_ranks.py sees it.": [
         (
             "Diagnostics.overflow_report",
             "local or not self._enabled",
