@@ -20,12 +20,11 @@ from support.comparison import assert_same
 from support.gradients import parameter_with
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as sharding
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ampfast import GradScaler, LateScheduler, ShardedGradScaler
+from ampfast import GradScaler, ShardedGradScaler
 
 # Total number of batches, split over the ranks.
 PARTS = 4
@@ -260,37 +259,3 @@ def test_other_limits(tmp_path: Path) -> None:
     assert said.startswith("ValueError: the checkpoint is of a scaler with another policy")
     assert "hysteresis 2 there, 3 here" in said
     assert_same(both(POLICY, {}), {**GradScaler(**SETTINGS).state_dict(), "_growth_tracker": 1})
-
-
-def schedule_of(place: str) -> list[Any]:
-    """A pending decision of the schedule is resumed once."""
-    found = []
-    for bad in (False, True):
-        parameter = torch.ones(1, requires_grad=True)
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        scaler = GradScaler(**SETTINGS)
-        schedules: list[Any] = [
-            LateScheduler(
-                torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
-                scaler,
-                optimizer,
-            )
-            for _ in range(2)
-        ]
-        for gradient, loss in ((1.0, 1.0), (INF if bad else 1.0, 2.0)):
-            scaler.scale(parameter * gradient).sum().backward()
-            scaler.step(optimizer)
-            scaler.update()
-            schedules[0].step(loss)
-        where = f"{place}/{bad}"
-        checkpoint.save({"schedule": schedules[0]}, checkpoint_id=where)
-        checkpoint.load({"schedule": schedules[1]}, checkpoint_id=where)
-        assert isinstance(schedules[1], Stateful)
-        before = schedules[1].last_epoch
-        schedules[1].flush()
-        found.append([before, schedules[1].last_epoch, optimizer.param_groups[0]["lr"]])
-    return found
-
-
-def test_a_late_schedule(tmp_path: Path) -> None:
-    assert ranks.run(schedule_of, str(tmp_path)) == [[[1, 2, 0.5], [1, 1, 1.0]]] * 2

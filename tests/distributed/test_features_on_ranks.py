@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -130,34 +129,6 @@ def test_ranks_without_gradients_skip_spikes_alike() -> None:
     assert first == second
     for reasons, count, _ in first:
         assert (reasons, count) == ([None, None, "spike"] * 2, 2)
-
-
-def through_a_change(saves: bool) -> Any:
-    """Every rank's own norm is 0 in every second step, the joint one in the fifth."""
-    guard = ampfast.StepGuard("cpu", process_group=dist.group.WORLD)
-    param = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    limit, reasons, told = Sigmas(6.0, 2, patience=2), [], 0
-    for turn, norm in enumerate((3.0, 3.3, 9.0, 9.0, 0.0, 9.0, 9.1, 3.0, 40.0)):
-        fill(guard, param, (norm, 0.0) if turn % 2 else (0.0, norm))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            guard.clip_grad_norm_(optimizer, 1.0, skip_above=limit)
-        told += len(caught)
-        guard.step(optimizer)
-        guard.update()
-        reasons.append(guard.skip_reason(optimizer))
-        if saves:
-            guard.load_state_dict(guard.state_dict())
-    return reasons, told, guard.state_dict()
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_ranks_take_a_lasting_change_as_usual(saves: bool) -> None:
-    first, second = ranks.run(through_a_change, saves)
-    assert first == second
-    reasons = [None, None, "spike", "spike", None, None, None, None, "spike"]
-    assert first[:2] == (reasons, 1)
 
 
 def traffic_of(way: str, more: dict[str, Any]) -> list[tuple[str, int]]:
@@ -326,28 +297,3 @@ def advanced(fused: bool, has_group: bool, is_late: bool) -> list[int]:
 def test_schedules_are_equally_far(fused: bool, has_group: bool, is_late: bool) -> None:
     expected = [0, 0, 0, 1, 2, 2, 4] if is_late else [0, 0, 1, 2, 2, 3, 4]
     assert ranks.run(advanced, fused, has_group, is_late) == [expected] * 2
-
-
-def sync_free(kind: str) -> tuple[str, bool]:
-    """Message of `sync_free_`, and whether the optimizer is fused."""
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)
-    said = ""
-    try:
-        ampfast.sync_free_(optimizer)
-    except ValueError as error:
-        said = str(error)
-    scaler = GradScaler("cpu")
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    iterate(scaler, optimizer, "step")
-    assert not scaler.step_skipped(optimizer)
-    return said, bool(optimizer.param_groups[0].get("fused"))
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_sync_free_refuses_shards_without_a_fused_kernel(kind: str) -> None:
-    for said, fused in ranks.run(sync_free, kind):
-        assert fused == (said == "")
-        assert fused or f"fused {kind} cannot step parameter 0 of group 0" in said
-        assert fused or ("DTensor" in said and kind not in ("Adam", "AdamW"))

@@ -29,16 +29,13 @@ from exact_training import (
     batches_of,
     train,
 )
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -222,17 +219,16 @@ SETUPS: dict[str, Callable[[Case], Setup]] = {
 }
 
 
-def trained(setup: str, cases: list[Case], scaler: str = "ours") -> list[Trace]:
+def trained(setup: str, cases: list[Case]) -> list[Trace]:
     """Traces of this rank, in one job, since a rank needs a second for its first DTensors."""
     traces = []
     for case in cases:
         more = {"batches": batches_of([dist.get_rank()]), **SETUPS[setup](case)}
         model = more.pop("model")
         optimizer = more.pop("optimizer", None) or OPTIMIZERS[case.kind](model.parameters())
-        settings = {**SETTINGS, "init_scale": more.pop("init_scale", SETTINGS["init_scale"])}
-        made = more.pop("make", SCALERS[scaler])(**settings)
+        scaler = more.pop("make", ampfast.GradScaler)(**SETTINGS)
         way, batches = WAYS[case.way], more.pop("batches")
-        traces.append(train(model, optimizer, made, batches, way, steps=case.steps, **more))
+        traces.append(train(model, optimizer, scaler, batches, way, steps=case.steps, **more))
     return traces
 
 
@@ -346,86 +342,3 @@ def test_as_one_process(setup: str, world: int, cases: list[Case]) -> None:
                 wanted = wanted.part(owned(case, world, rank))
             assert_same_traces(trace, wanted, str(case))
     assert len({str(traces[0].steps) for traces in expected.values()}) == len(expected)
-
-
-class Unused(Heads):
-    """Heads, one of which has no gradient in a step, depending on the rank."""
-
-    calls = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        unused = (self.calls // 3 + dist.get_rank() * (self.calls % 2)) % len(self.heads)
-        outputs = [
-            head(inputs) if i != unused else inputs.new_zeros(len(inputs), ROWS[i])
-            for i, head in enumerate(self.heads)
-        ]
-        return torch.cat(outputs, dim=1)
-
-
-class Block(nn.Module):
-    """Norm and two linear layers, as in a transformer, under sequence parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(x)).relu())
-
-
-@dataclass
-class Sequence2:
-    """A batch for `Block`, split along the sequence."""
-
-    step: int
-
-    def loss(self, model: Any) -> torch.Tensor:
-        inputs = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(self.step))
-        return model(inputs.chunk(2, dim=1)[dist.get_rank()]).square().sum()
-
-
-def fp16_on_the_wire(case: Case) -> Setup:
-    """Gradients overflow once the scale has grown."""
-    setup = under_ddp(case)
-    setup["model"].register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return {**setup, "batches": batches_of([dist.get_rank()], {}), "init_scale": 2.0**12}
-
-
-def sequence_parallel(case: Case) -> Setup:
-    """Gradients of the norm are not added up."""
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    model: Any = parallelize_module(Block(), init_device_mesh("cpu", (2,)), plan)
-
-    def prepare(step: int) -> None:
-        assert model.norm.weight.grad.placements == (Partial(),)
-        plant([model.norm.weight], step)
-
-    return {"model": model, "batches": lambda step, part: Sequence2(step), "prepare": prepare}
-
-
-def with_unused(case: Case) -> Setup:
-    return {"model": DistributedDataParallel(Unused(), find_unused_parameters=True)}
-
-
-AS_TORCHS: dict[str, Callable[[Case], Setup]] = {
-    "fp16 hook": fp16_on_the_wire,
-    "unused": with_unused,
-    "sequence": sequence_parallel,
-}
-SETUPS |= AS_TORCHS
-
-
-@pytest.mark.parametrize("setup", AS_TORCHS)
-def test_as_with_torchs_scaler(setup: str) -> None:
-    cases = [Case("momentum"), Case("fused_adamw")]
-    theirs = ranks.run(trained, setup, cases, "torch")[0]
-    for traces in ranks.run(trained, setup, cases):
-        for case, ours, wanted in zip(cases, traces, theirs, strict=True):
-            assert_same_traces(ours, wanted, str(case))
-            assert {skipped for _, _, skipped in wanted.steps} == {True, False}
