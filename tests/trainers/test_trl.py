@@ -77,8 +77,8 @@ def test_runs(optim: str, tmp_path: Path, step_reads: list[int]) -> None:
     reads = step_reads.copy()
     assert_same(ours, train(TorchScaler("cpu", **settings), tmp_path, optim))
     assert 2 <= scaler.stats().skipped == sum(not math.isfinite(norm) for _, norm, *_ in ours[0])
-    if optim == "adamw_torch_fused":
-        assert reads == step_reads[STEPS:] == [0] * STEPS
+    if optim == "adamw_torch_fused":  # the first one may try the fused kernel
+        assert reads[1:] == step_reads[STEPS + 1 :] == [0] * (STEPS - 1)
 
 
 @pytest.mark.usefixtures("float16_on_cpu")
