@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import SGD
 
-from ampfast import GradScaler
+from ampfast import GradScaler, functional
 
 
 def over_lines(lines: list[str], orders: list[list[int]]) -> list[Any]:
@@ -57,6 +57,9 @@ def overflowing_sum(way: str, scale: float) -> tuple[bool, list[str]]:
     params = [torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh)) for _ in range(2)]
     for param, value in zip(params, (1.0, 3e38), strict=True):
         param.grad = DTensor.from_local(torch.tensor([value, 1.0]), mesh, [Partial()])
+    flag = torch.zeros(())
+    functional.check_([param.grad for param in params], flag)
+    assert flag.item() == 1.0
     optimizer = SGD(params, lr=2.0**-10)
     scaler = started(GradScaler, scale, track="norms" if way == "norms" else "overflow")
     if way == "clip":

@@ -61,13 +61,17 @@ def test_copies_and_pickles() -> None:
         assert seen == [True, 1.0, True, own, 1.0, own, None, 1.0]
 
 
-def anew() -> list[bool]:
+def anew() -> list[Any]:
     """Steps in one world and then in another, with scalers made before or after."""
     rank, found = dist.get_rank(), []
     before = started(ShardedGradScaler)
     store = dist.distributed_c10d._get_default_store()
     for world in range(2):
-        found += [agreed(scaler) for scaler in (before, ShardedGradScaler("cpu"))]
+        for scaler in (before, ShardedGradScaler("cpu")):
+            found.append(agreed(scaler))
+            # Some collectives still work after their world was destroyed.
+            group = scaler._ranks.agreement([]).groups[0].process_group
+            found.append(group is dist.group.WORLD)
         if world == 0:
             dist.barrier()
             dist.destroy_process_group()
@@ -77,7 +81,7 @@ def anew() -> list[bool]:
 
 
 def test_a_world_after_another() -> None:
-    assert ranks.run(anew) == [[1.0] * 4] * 2
+    assert ranks.run(anew) == [[1.0, True] * 4] * 2
 
 
 def test_a_world_older_than_the_import_of_torchs_class() -> None:
