@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,11 +137,11 @@ class Trace:
         )
 
 
-def assert_same_traces(ours: Trace, expected: Trace) -> None:
+def assert_same_traces(ours: Trace, expected: Trace, what: str) -> None:
     for name in ("steps", "norms", "parameters"):
-        assert_same(getattr(ours, name), getattr(expected, name), name)
+        assert_same(getattr(ours, name), getattr(expected, name), f"{what}: {name}")
     assert ours.sums and len(ours.steps) in ours.sums
-    assert_same(ours.sums, {step: expected.sums[step] for step in ours.sums}, "sums")
+    assert_same(ours.sums, {step: expected.sums[step] for step in ours.sums}, f"{what}: sums")
 
 
 def assert_eventful(trace: Trace) -> None:
@@ -242,29 +242,3 @@ def train(
         is_noted = (step + 1) % every == 0 or step == steps - 1
         trace.note(scaler, skipped, list((params or model.parameters)()) if is_noted else [])
     return trace
-
-
-@contextlib.contextmanager
-def no_sync_but_last(model: Any, last: bool) -> Iterator[None]:
-    """Skips communication in all backward passes but the last."""
-    with contextlib.nullcontext() if last else model.no_sync():
-        yield
-
-
-def alone(
-    kind: str, way: str, ranks: Sequence[int], steps: int, rows: Sequence[int] = ROWS
-) -> Trace:
-    """Training in one process with the batches of all these ranks."""
-    # torch's fused SGD reads uninitialised memory after a first step that overflows, and its norms
-    # are rounded differently.
-    ours = kind == "fused_sgd" or way in ("clip", "defer")
-    model = Heads(rows)
-    return train(
-        model,
-        OPTIMIZERS[kind](model.parameters()),
-        SCALERS["ours" if ours else "torch"](**SETTINGS),
-        batches_of(ranks),
-        WAYS[way],
-        steps=steps,
-        divisor=len(ranks),
-    )

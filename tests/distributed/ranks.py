@@ -43,8 +43,8 @@ COLLECTIVE_SECONDS = 200.0
 JOB_SECONDS = 600.0
 # Start of faulthandler's traceback of the crashed thread, if it is one of Python's.
 _PYTHONS_OWN = "Current thread"
-# Seconds for a rank that does not end to dump its traceback.
-DUMP_SECONDS = 60.0
+# Seconds for ranks that do not end to dump their tracebacks.
+DUMP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -145,17 +145,10 @@ def _outcomes(
                     error=f"exit code {processes[rank].exitcode}", details=_log(folder, rank)
                 )
     stuck = [rank for rank in range(len(pipes)) if rank not in outcomes]
-    before = {rank: _log(folder, rank) for rank in stuck}
     for rank in stuck:
         os.kill(processes[rank].pid, signal.SIGUSR1)
-    deadline = time.monotonic() + DUMP_SECONDS
-    for rank, log in before.items():
-        while _log(folder, rank) == log and processes[rank].is_alive():
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
     if stuck:
-        time.sleep(0.5)  # for all of it
+        time.sleep(DUMP_SECONDS)
     for rank in stuck:
         outcomes[rank] = Outcome(error="still running", details=_log(folder, rank))
         processes[rank].kill()

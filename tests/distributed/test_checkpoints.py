@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from exact_training import OPTIMIZERS, SCALERS, Heads, batches_of
 from support.comparison import assert_same
+from support.gradients import parameter_with
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as sharding
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ampfast import GradScaler, LateScheduler, ShardedGradScaler
+from ampfast import GradScaler, ShardedGradScaler
 
 # Total number of batches, split over the ranks.
 PARTS = 4
@@ -190,62 +190,33 @@ def ours(*counts: int) -> list[tuple[int, str]]:
     return [(count, "ours") for count in counts]
 
 
-@pytest.mark.parametrize(
-    ("kind", "store"), [("momentum", "stateful"), ("adamw", "values"), ("fused_adam", "file")]
-)
-def test_on_fewer_ranks(kind: str, store: str, tmp_path: Path) -> None:
-    go_on(Form(kind, store), tmp_path, ours(4, 2, 1))
+MOMENTUM, FUSED = Form("momentum"), Form()
+POLICIES = [Form(store=store, policy=POLICY) for store in ("stateful", "values", "file")]
+STARTED = [Form("momentum", store, started=True, policy=POLICY) for store in ("stateful", "file")]
+# Arguments of `go_on`.
+RUNS: list[tuple[Any, ...]] = [
+    *((form, ours(4, 2, 1)) for form in (MOMENTUM, Form("adamw", "values"), *POLICIES)),
+    (Form("fused_adam", "file"), ours(4, 2, 1)),
+    # To more ranks; with Adam, torch takes a step without gradients to save a state, and counts it.
+    *((form, ours(2, 4), (0,)) for form in (MOMENTUM, Form("momentum", "file", policy=POLICY))),
+    (FUSED, ours(2, 4), CUTS[:1]),
+    *((form, ours(2, 1), CUTS[:1]) for form in STARTED),
+    (FUSED, ours(4, 1), CUTS[:1], ["fsdp2", "none"]),
+    # FSDP1's scaler agrees with all ranks.
+    (MOMENTUM, [(2, "ours"), (4, "sharded"), (2, "sharded")], CUTS, ["fsdp2", "fsdp1", "fsdp1"]),
+    (MOMENTUM, [(2, "torch"), (4, "ours"), (1, "torch")]),
+    (Form("momentum", "values"), [(2, "ours"), (4, "torch"), (1, "ours")]),
+    (Form("momentum", "file"), [(2, "torch"), (4, "ours"), (1, "torch")]),
+]
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("kind", "store"), [("fused_adamw", "stateful"), ("momentum", "file")])
-def test_on_more_ranks(kind: str, store: str, tmp_path: Path) -> None:
-    go_on(Form(kind, store), tmp_path, ours(2, 4), CUTS[:1])
-
-
-@pytest.mark.parametrize("store", ["stateful", "values", "file"])
-def test_limits_and_hysteresis(store: str, tmp_path: Path) -> None:
-    """The state dict's entry "ampfast" carries the policy and the tolerated overflow."""
-    reference = expected("fused_adamw", "ours", tuple(POLICY.items()))
-    assert reference[CUTS[0] - 1][1]["ampfast"]["hysteresis_tracker"] == 1
-    go_on(Form(store=store, policy=POLICY), tmp_path, ours(4, 2, 1))
-
-
-@pytest.mark.parametrize("store", ["stateful", "file"])
-def test_into_a_scaler_that_has_started(store: str, tmp_path: Path) -> None:
-    form = Form("momentum", store, started=True, policy=POLICY)
-    go_on(form, tmp_path, ours(2, 1), CUTS[:1])
-
-
-def test_without_shards_in_the_end(tmp_path: Path) -> None:
-    go_on(Form(), tmp_path, [(4, "ours"), (1, "ours")], CUTS[:1], ["fsdp2", "none"])
-
-
-def test_with_fsdp1_in_between(tmp_path: Path) -> None:
-    """FSDP1's scaler, "sharded", agrees with all ranks."""
-    legs = [(2, "ours"), (4, "sharded"), (2, "sharded")]
-    go_on(Form("momentum"), tmp_path, legs, CUTS, ["fsdp2", "fsdp1", "fsdp1"])
-
-
-@pytest.mark.parametrize(
-    ("store", "scalers"),
-    [
-        ("stateful", ("torch", "ours", "torch")),
-        ("values", ("ours", "torch", "ours")),
-        ("file", ("torch", "ours", "torch")),
-    ],
-)
-def test_torchs_checkpoints_into_ours_and_back(
-    store: str, scalers: tuple[str, ...], tmp_path: Path
-) -> None:
-    go_on(Form("momentum", store), tmp_path, list(zip((2, 4, 1), scalers, strict=True)))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("store", ["stateful", "file"])
-def test_saved_before_the_start(store: str, tmp_path: Path) -> None:
-    # Not with Adam: to save its state, torch takes a step without gradients and counts it.
-    go_on(Form("momentum", store, policy=POLICY), tmp_path, ours(2, 4), (0,))
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_resumed_on_other_ranks(run: tuple[Any, ...], tmp_path: Path) -> None:
+    form, legs, *more = run
+    go_on(form, tmp_path, legs, *more)
+    if form.policy:  # The state dict's entry "ampfast" carries the tolerated overflow.
+        reference = expected(form.kind, "ours", tuple(POLICY.items()))
+        assert reference[CUTS[0] - 1][1]["ampfast"]["hysteresis_tracker"] == 1
 
 
 # The scaler alone
@@ -253,15 +224,16 @@ def test_saved_before_the_start(store: str, tmp_path: Path) -> None:
 
 def stepped(scaler: Any, gradients: Sequence[float]) -> Any:
     for gradient in gradients:
-        parameter = torch.ones(1, requires_grad=True)
-        scaler.scale(parameter * gradient).sum().backward()
-        scaler.step(torch.optim.SGD([parameter], lr=0.1))
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD([parameter_with(torch.tensor([gradient]))], lr=0.1))
         scaler.update()
     return scaler
 
 
-def reloaded(place: str, saved: Any, loaded: Any, partial: bool = False) -> dict[str, Any] | str:
+def reloaded(place: str, of_saved: Any, of_loaded: Any, partial: bool) -> dict[str, Any] | str:
     """State of one scaler after loading another's checkpoint, or the error."""
+    saved = stepped(GradScaler(**SETTINGS, **of_saved), [INF, 1.0])
+    loaded = stepped(GradScaler(**SETTINGS, **of_loaded), [INF])
     checkpoint.save({"scaler": saved}, checkpoint_id=place)
     planner = checkpoint.DefaultLoadPlanner(allow_partial_load=partial)
     try:
@@ -271,144 +243,19 @@ def reloaded(place: str, saved: Any, loaded: Any, partial: bool = False) -> dict
     return loaded.state_dict()
 
 
-def without_limits(place: str, partial: bool) -> Any:
-    saved = stepped(GradScaler(**SETTINGS), [INF, 1.0])
-    loaded = stepped(GradScaler(**SETTINGS, **POLICY), [INF])
-    return reloaded(place, saved, loaded, partial)
+def test_other_limits(tmp_path: Path) -> None:
+    """torch demands every entry of the loading side, and no other, unless told otherwise."""
 
+    def both(*given: Any, partial: bool = False) -> Any:
+        first, second = ranks.run(reloaded, str(tmp_path / str(given)), *given, partial)
+        assert type(first) is type(second)
+        return first
 
-def test_a_checkpoint_without_limits_is_loaded_in_part(tmp_path: Path) -> None:
-    """torch demands every entry of the loading side unless told otherwise."""
-    for message in ranks.run(without_limits, str(tmp_path / "strict"), False):
-        assert "Missing key in checkpoint state_dict: scaler.ampfast." in message
+    assert "Missing key in checkpoint state_dict: scaler.ampfast." in both({}, POLICY)
     kept = GradScaler(**SETTINGS, **POLICY).state_dict()
     kept["ampfast"]["hysteresis_tracker"] = 1
-    for state in ranks.run(without_limits, str(tmp_path / "partial"), True):
-        assert_same(state, {**kept, "scale": 2.0**5, "_growth_tracker": 1})
-
-
-def with_limits(place: str, of_loaded: dict[str, Any]) -> Any:
-    saved = stepped(GradScaler(**SETTINGS, **POLICY), [INF, 1.0])
-    return reloaded(place, saved, GradScaler(**SETTINGS, **of_loaded))
-
-
-def test_a_checkpoint_with_other_limits_is_refused_everywhere(tmp_path: Path) -> None:
-    for message in ranks.run(with_limits, str(tmp_path), {**POLICY, "hysteresis": 3}):
-        assert message.startswith("ValueError: the checkpoint is of a scaler with another policy")
-        assert "hysteresis 2 there, 3 here" in message
-
-
-def test_limits_are_not_looked_for_without_them(tmp_path: Path) -> None:
-    """torch reads the entries of the loading side only."""
-    expected = {**GradScaler(**SETTINGS).state_dict(), "_growth_tracker": 1}
-    for state in ranks.run(with_limits, str(tmp_path), {}):
-        assert_same(state, expected)
-
-
-def disabled(place: str, scaler: str) -> Any:
-    makes = SCALERS[scaler]
-    off, on = makes(**SETTINGS, enabled=False), makes(**SETTINGS)
-    return [
-        reloaded(f"{place}/on", on, off),
-        reloaded(f"{place}/off", off, makes(**SETTINGS, enabled=False)),
-        reloaded(f"{place}/neither", off, on),
-    ]
-
-
-def test_disabled_scalers(tmp_path: Path) -> None:
-    by_ours = ranks.run(disabled, str(tmp_path / "ours"), "ours")
-    by_torch = ranks.run(disabled, str(tmp_path / "torch"), "torch")
-    assert [seen[:2] for seen in by_ours] == [seen[:2] for seen in by_torch] == [[{}, {}]] * 2
-    for seen in by_ours + by_torch:
-        assert "Missing key in checkpoint state_dict: scaler." in seen[2]
-
-
-def schedule_of(place: str) -> list[Any]:
-    """A pending decision of the schedule is resumed once."""
-    found = []
-    for bad in (False, True):
-        parameter = torch.ones(1, requires_grad=True)
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        scaler = GradScaler(**SETTINGS)
-        schedules: list[Any] = [
-            LateScheduler(
-                torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
-                scaler,
-                optimizer,
-            )
-            for _ in range(2)
-        ]
-        for gradient, loss in ((1.0, 1.0), (INF if bad else 1.0, 2.0)):
-            scaler.scale(parameter * gradient).sum().backward()
-            scaler.step(optimizer)
-            scaler.update()
-            schedules[0].step(loss)
-        where = f"{place}/{bad}"
-        checkpoint.save({"schedule": schedules[0]}, checkpoint_id=where)
-        checkpoint.load({"schedule": schedules[1]}, checkpoint_id=where)
-        assert isinstance(schedules[1], Stateful)
-        before = schedules[1].last_epoch
-        schedules[1].flush()
-        found.append([before, schedules[1].last_epoch, optimizer.param_groups[0]["lr"]])
-    return found
-
-
-def test_a_late_schedule(tmp_path: Path) -> None:
-    assert ranks.run(schedule_of, str(tmp_path)) == [[[1, 2, 0.5], [1, 1, 1.0]]] * 2
-
-
-def test_in_one_process_without_a_group(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")
-        state = reloaded(
-            str(tmp_path),
-            stepped(GradScaler(**SETTINGS, **POLICY), [INF, 1.0]),
-            stepped(GradScaler(**SETTINGS, **POLICY), [1.0, 1.0]),
-        )
-    assert isinstance(state, dict)
-    assert (state["_growth_tracker"], state["ampfast"]["hysteresis_tracker"]) == (1, 1)
-
-
-class Stepping(torch.optim.Optimizer):
-    """Calls the scaler in its step, as Accelerate's wrapper does."""
-
-    def __init__(self, inner: torch.optim.Optimizer, scaler: GradScaler) -> None:
-        self.inner, self.scaler = inner, scaler
-
-    param_groups = property(lambda self: self.inner.param_groups)
-    state = property(lambda self: self.inner.state)
-
-    def step(self, closure: None = None) -> None:
-        self.scaler.step(self.inner)
-        self.scaler.update()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-
-@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, GradScaler], ids=["torch", "ours"])
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_reading_the_state_of_a_wrapper_steps_the_scaler(fused: bool, scaler_type: Any) -> None:
-    """As docs/troubleshooting.md says; a scaler that is loaded afterwards is as it was saved."""
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    scaler = scaler_type("cpu", init_scale=1024.0, growth_interval=2)
-    saved = {**scaler.state_dict(), "_growth_tracker": 1}
-    scaler.load_state_dict(saved)
-    wrapper = Stepping(optimizer, scaler)
-    with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
-        sharding.get_optimizer_state_dict(model, wrapper)
-    optimizer.zero_grad()
-    scaler.scale(torch.zeros(()))
-    before = [param.detach().clone() for param in model.parameters()]
-    sharding.get_optimizer_state_dict(model, wrapper)
-    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (2048.0, 0)
-    assert_same(before, [param.detach() for param in model.parameters()])
-    scaler.load_state_dict(saved)
-    assert scaler.state_dict() == saved
-    optimizer.state.clear()
-    sharding.get_optimizer_state_dict(model, optimizer)
-    assert scaler.state_dict() == saved
+    assert_same(both({}, POLICY, partial=True), {**kept, "scale": 2.0**5, "_growth_tracker": 1})
+    said = both(POLICY, {**POLICY, "hysteresis": 3})
+    assert said.startswith("ValueError: the checkpoint is of a scaler with another policy")
+    assert "hysteresis 2 there, 3 here" in said
+    assert_same(both(POLICY, {}), {**GradScaler(**SETTINGS).state_dict(), "_growth_tracker": 1})

@@ -1,8 +1,7 @@
-"""FSDP1 with `ShardedGradScaler`: flat parameters sharded over ranks."""
+"""FSDP1: its ranks skip alike; norms are its own."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -10,23 +9,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import (
-    OPTIMIZERS,
-    SETTINGS,
-    STEPS,
-    WAYS,
-    Heads,
-    Trace,
-    alone,
-    assert_eventful,
-    assert_same_traces,
-    batches_of,
-    no_sync_but_last,
-    train,
-)
-from support.comparison import assert_same
+from exact_training import OPTIMIZERS, Heads, batches_of
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 import ampfast
@@ -34,57 +19,8 @@ import ampfast
 SHARDED: dict[str, Any] = {"ours": ampfast.ShardedGradScaler, "torch": TorchShardedGradScaler}
 
 
-@functools.cache
-def expected(kind: str, way: str, world: int, steps: int) -> Trace:
-    [trace] = ranks.run(alone, kind, way, range(world), steps, ranks=1)
-    assert_eventful(trace)
-    return trace
-
-
 def wrapped(model: Any, **options: Any) -> Any:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
-
-
-def sharded(kind: str, way: str, steps: int, options: dict[str, Any]) -> Trace:
-    model = wrapped(Heads(), **options)
-
-    def params() -> list[torch.Tensor]:
-        with FullyShardedDataParallel.summon_full_params(model):
-            heads = [p.detach().clone() for p in Heads().parameters()]
-            flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-            sizes = [p.numel() for p in heads]
-            parts = flat[: sum(sizes)].split(sizes)
-            return [part.view_as(p) for part, p in zip(parts, heads, strict=True)]
-
-    return train(
-        model,
-        OPTIMIZERS[kind](model.parameters()),
-        ampfast.ShardedGradScaler(**SETTINGS),
-        batches_of([dist.get_rank()]),
-        WAYS[way],
-        steps=steps,
-        params=params,
-        every=5,
-        every_part=functools.partial(no_sync_but_last, model),
-    )
-
-
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "use_orig_params"])
-@pytest.mark.parametrize("way", ["step", "unscale", "together", "accumulate", "clip", "defer"])
-@pytest.mark.parametrize("kind", ["adamw", "fused_sgd"])
-def test_as_one_process(kind: str, way: str, orig: bool) -> None:
-    # Without fused Adam, which rounds the tail elements of a shard differently.
-    if way == "defer" and kind == "adamw":
-        pytest.skip("only optimizers that take grad_scale can defer a clip")
-    for trace in ranks.run(sharded, kind, way, STEPS, {"use_orig_params": orig}):
-        assert_same_traces(trace, expected(kind, way, 2, STEPS))
-
-
-@pytest.mark.sweep
-def test_four_ranks() -> None:
-    # With original parameters some ranks hold no element of most.
-    for trace in ranks.run(sharded, "adamw", "clip", 40, {"use_orig_params": True}, ranks=4):
-        assert_same_traces(trace, expected("adamw", "clip", 4, 40))
 
 
 def one_overflow(scaler_name: str, kind: str, way: str, bad: tuple[int, ...]) -> Any:
@@ -120,39 +56,6 @@ def test_every_rank_skips(kind: str, way: str, bad: tuple[int, ...], torch_fails
         assert not fails
     else:
         torch_fails(f"ShardedGradScaler with a fused optimizer, {way}", fails)
-
-
-def in_half_precision(scaler_name: str) -> Any:
-    """float16 losses and gradients, one of which overflows."""
-    precision = MixedPrecision(
-        param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True
-    )
-    model = wrapped(Heads(), mixed_precision=precision)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = SHARDED[scaler_name]("cpu", init_scale=2.0**12, growth_interval=2)
-    seen = []
-    for step in range(8):
-        optimizer.zero_grad()
-        batch = batches_of([dist.get_rank()], {})(step, 0)
-        loss = scaler.scale(model(batch.inputs.half()).abs().sum() / 2**10)
-        losses = scaler.scale([loss.detach(), (loss.detach().float(),)])
-        assert loss.dtype is losses[0].dtype is torch.float16
-        assert losses[1][0].dtype is torch.float32
-        loss.backward()
-        scaler.unscale_(optimizer)
-        [flat] = model.parameters()
-        seen.append((flat.grad.dtype, flat.grad.clone(), scaler.get_scale()))
-        flat.grad = flat.grad.float()
-        scaler.step(optimizer)
-        scaler.update()
-    return seen, [p.detach() for p in model.parameters()]
-
-
-def test_half_precision_as_with_torchs() -> None:
-    ours, theirs = (ranks.run(in_half_precision, name) for name in SHARDED)
-    assert_same(ours, theirs)
-    assert {seen[0] for seen in ours[0][0]} == {torch.float16}
-    assert len({seen[2] for seen in ours[0][0]}) > 1
 
 
 def norms_of(strategy: str) -> tuple[float, float]:

@@ -120,28 +120,6 @@ def test_one_collective_carries_all(group: str, layout: str) -> None:
         assert seen == {(way, *rest): WAYS[way] for way, *rest in CASES}
 
 
-def of_two_optimizers() -> Sent:
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
-    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.ones(3)
-
-    def iterate() -> None:
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        scaler.get_scale()
-        assert not any(scaler.step_skipped(optimizer) for optimizer in optimizers)
-
-    return sent(iterate)
-
-
-def test_each_optimizer_sends_its_own() -> None:
-    assert ranks.run(of_two_optimizers) == [[FLAG, FLAG]] * 2
-
-
 def counts_itself() -> Sent:
     def call() -> None:
         dist.all_reduce(torch.ones(()))

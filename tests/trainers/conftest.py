@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from runs import EXAMPLES
 from support.one_step import host_reads
-from trajectories import EXAMPLES
 
 import ampfast
 from ampfast import grad_scaler

@@ -1,49 +1,24 @@
-"""Lightning Fabric: the scaler is an argument of its precision plugin."""
+"""Lightning Fabric: the scaler is an argument of its precision plugin, but of that for FSDP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sixteen_bit import CASES, Case, Part, assert_as_by_hand
-from support.scalers import Scaler, TorchScaler
-from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, optimizer_for
+import torch
+from runs import CLIPS_NO_FUSED, Case, Part, assert_same_run
+from torch import distributed
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import ampfast
 
 L = pytest.importorskip("lightning", reason="needs lightning")
 plugins = pytest.importorskip("lightning.fabric.plugins", reason="needs lightning")
+pytorch = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
 
 
-def train(scaler_type: Scaler, name: str, clip: float | None) -> Run:
-    run = Run()
-    scaler = scaler_type("cpu", **SETTINGS)
-    precision = plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    fabric = L.Fabric(accelerator="cpu", plugins=[precision])
-    model = HalfNet()
-    model, optimizer = fabric.setup(model, optimizer_for(model, name))
-    for data, target in batches():
-        optimizer.zero_grad()
-        fabric.backward(run.loss(model(data), target, scaler))
-        if clip is not None:
-            fabric.clip_gradients(model, optimizer, max_norm=clip, error_if_nonfinite=False)
-        optimizer.step()
-    return run.finish(model)
-
-
-# It refuses to clip with a fused optimizer.
-@pytest.mark.parametrize("optimizer, clip", [("adam", 0.05), ("fused_adamw", None)])
-def test_argument(optimizer: str, clip: float | None) -> None:
-    assert_same_run(train(ampfast.GradScaler, optimizer, clip), train(TorchScaler, optimizer, clip))
-
-
-@pytest.mark.usefixtures("patched")
-def test_the_scaler_that_it_makes_is_patched() -> None:
-    assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
-
-
-def train_16_bit(part: Part) -> None:
+def train(part: Part) -> None:
     if part.case.scaled:
         precision = plugins.MixedPrecision("16-mixed", "cpu", scaler=part.make_scaler())
     else:
@@ -67,10 +42,37 @@ def train_16_bit(part: Part) -> None:
     fabric.save(checkpoint, {**state, "scaler": part.scaler and part.scaler.state_dict()})
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.clips_fused], ids=str)
-def test_16_bit_models(case: Case, tmp_path: Path) -> None:
-    assert_as_by_hand(train_16_bit, case, tmp_path)
+# It refuses to clip with a fused optimizer.
+@pytest.mark.parametrize("case", CLIPS_NO_FUSED, ids=str)
+def test_runs(case: Case, tmp_path: Path) -> None:
+    assert_same_run(train, case, tmp_path)
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_scaler_that_it_makes_is_patched() -> None:
+    assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:
     assert "steps=4" in run_example("with_fabric.py")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("plugins", [plugins, pytorch], ids=["fabric", "trainer"])
+@pytest.mark.usefixtures("one_rank", "cuda_on_cpu", "patched")
+def test_the_sharded_scaler_that_it_makes_is_patched(plugins: object) -> None:
+    assert isinstance(plugins.FSDPPrecision("16-mixed").scaler, ampfast.ShardedGradScaler)
+    # If this fails, the argument works, and example and documentation can say so.
+    with pytest.raises(ValueError, match="does not use a scaler"):
+        plugins.FSDPPrecision("16-mixed", scaler=ShardedGradScaler("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Fabric has FSDP for GPUs only")
+def test_sharded_example(run_example: Callable[[str], str]) -> None:
+    assert "steps=4" in run_example("with_fabric_fsdp.py")

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sixteen_bit import CASES, Case, Part, assert_as_by_hand
-from support.scalers import Scaler, TorchScaler
-from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, optimizer_for
+from runs import CASES, Case, Net, Part, assert_same_run, optimizer_for
 
 import ampfast
 
@@ -17,36 +15,16 @@ engine = pytest.importorskip("ignite.engine", reason="needs pytorch-ignite")
 handlers = pytest.importorskip("ignite.handlers", reason="needs pytorch-ignite")
 
 
-def train(scaler_type: Scaler, optimizer: str) -> Run:
-    model, run = HalfNet(), Run()
-    scaler = scaler_type("cpu", **SETTINGS)
-    trainer = engine.create_supervised_trainer(
-        model,
-        optimizer_for(model, optimizer),
-        lambda output, target: run.loss(output, target, scaler),
-        amp_mode="amp",
-        scaler=scaler,
-    )
-    trainer.run(batches())
-    return run.finish(model)
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "fused_adamw"])
-@pytest.mark.usefixtures("cuda_on_cpu")
-def test_argument(optimizer: str) -> None:
-    assert_same_run(train(ampfast.GradScaler, optimizer), train(TorchScaler, optimizer))
-
-
 @pytest.mark.usefixtures("cuda_on_cpu", "patched")
 def test_the_scaler_that_it_makes_is_patched() -> None:
-    model = HalfNet()
+    model = Net()
     trainer = engine.create_supervised_trainer(
         model, optimizer_for(model), torch.nn.functional.cross_entropy, amp_mode="amp", scaler=True
     )
     assert isinstance(trainer.state.scaler, ampfast.GradScaler)
 
 
-def train_16_bit(part: Part) -> None:
+def train(part: Part) -> None:
     mode = {"amp_mode": "amp", "scaler": part.make_scaler()} if part.case.scaled else {}
     optimizer = part.make_optimizer()
     trainer = engine.create_supervised_trainer(part.model, optimizer, part.loss, **mode)
@@ -63,8 +41,8 @@ def train_16_bit(part: Part) -> None:
 
 @pytest.mark.usefixtures("cuda_on_cpu")
 @pytest.mark.parametrize("case", [case for case in CASES if case.clip is None], ids=str)
-def test_16_bit_models(case: Case, tmp_path: Path) -> None:
-    assert_as_by_hand(train_16_bit, case, tmp_path)
+def test_runs(case: Case, tmp_path: Path) -> None:
+    assert_same_run(train, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

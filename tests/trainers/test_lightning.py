@@ -10,100 +10,94 @@ from typing import Any
 
 import pytest
 import torch
-from sixteen_bit import CASES, Case, Part, assert_as_by_hand
-from support.comparison import assert_same
-from support.scalers import Scaler, TorchScaler
-from torch import Tensor
-from trajectories import (
+from runs import (
+    CLIPS_NO_FUSED,
     PLANTED,
     SETTINGS,
     STEPS,
-    HalfNet,
-    Run,
+    Case,
+    Net,
+    Part,
     assert_same_run,
     batches,
     loader,
     optimizer_for,
     planted,
 )
+from support.scalers import TorchScaler
+from torch import Tensor, nn
 
 import ampfast
 
 L = pytest.importorskip("lightning", reason="needs lightning")
 plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
+loggers = pytest.importorskip("lightning.pytorch.loggers.logger", reason="needs lightning")
 
 
-class Classifier(L.LightningModule):
-    """Records each loss with the scale of the trainer's scaler."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__()
-        self.net, self.run, self.optimizer = HalfNet(), Run(), optimizer
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        data, target = batch
-        return self.run.loss(self.net(data), target, self.trainer.precision_plugin.scaler)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_for(self.net, self.optimizer)
-
-
-def trainer(scaler: TorchScaler, steps: int = STEPS, clip: float | None = None) -> Any:
+def trainer(scaler: TorchScaler | None, **more: Any) -> Any:
+    precision = plugins.HalfPrecision("bf16-true")
+    if scaler is not None:
+        precision = plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    given = {"max_epochs": 1, "logger": False, **more}
     return L.Trainer(
-        max_steps=steps,
         accelerator="cpu",
-        plugins=[plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)],
-        gradient_clip_val=clip,
-        logger=False,
+        plugins=[precision],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **given,
     )
 
 
-def train(scaler_type: Scaler, optimizer: str, clip: float | None) -> Run:
-    model = Classifier(optimizer)
-    trainer(scaler_type("cpu", **SETTINGS), clip=clip).fit(model, loader(batches()))
-    return model.run.finish(model)
+class Classifier(L.LightningModule):
+    """The model of a part."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.net = part, part.model
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        data, target = batch
+        return self.part.loss(self.net(data), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.part.make_optimizer()
+
+
+def train(part: Part) -> None:
+    if not part.case.scaled:
+        part.model.float()  # which it converts
+    fitted = trainer(
+        part.make_scaler() if part.case.scaled else None,
+        max_epochs=1 + part.resumes,
+        gradient_clip_val=part.case.clip,
+    )
+    checkpoint = part.folder / "half.ckpt"
+    model, data = Classifier(part), loader(part.batches)
+    fitted.fit(model, data, ckpt_path=checkpoint if part.resumes else None)
+    fitted.save_checkpoint(checkpoint)
 
 
 # It refuses to clip with a fused optimizer.
-@pytest.mark.parametrize("optimizer, clip", [("adam", 0.05), ("fused_adamw", None)])
-def test_argument(optimizer: str, clip: float | None) -> None:
-    assert_same_run(train(ampfast.GradScaler, optimizer, clip), train(TorchScaler, optimizer, clip))
+@pytest.mark.parametrize("case", CLIPS_NO_FUSED, ids=str)
+def test_runs(case: Case, tmp_path: Path) -> None:
+    assert_same_run(train, case, tmp_path)
 
 
-def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
-    begun = trainer(TorchScaler("cpu", **SETTINGS), steps=STEPS // 2)
-    begun.fit(Classifier("adam"), loader(batches()))
-    begun.save_checkpoint(tmp_path / "half.ckpt")
-
-    resumed = []
-    for scaler_type in (ampfast.GradScaler, TorchScaler):
-        model = Classifier("adam")
-        resumes = trainer(scaler_type("cpu", **SETTINGS))
-        resumes.fit(model, loader(batches()), ckpt_path=tmp_path / "half.ckpt")
-        resumed.append(model.run.finish(model))
-    ours, theirs = resumed
-    assert len(ours.losses) == STEPS // 2
-    assert_same(
-        [ours.losses, ours.scales, ours.state], [theirs.losses, theirs.scales, theirs.state]
-    )
-    assert ours.scales[0] == begun.precision_plugin.scaler.get_scale() < SETTINGS["init_scale"]
-
-
-class Scheduled(Classifier):
+class Scheduled(L.LightningModule):
     """Overflows in the steps of `PLANTED`, with a schedule by step."""
 
     def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
+        super().__init__()
+        self.net, self.optimizer = Net(), optimizer
         self.rates: list[float] = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return planted(super().training_step(batch), self, len(self.run.losses) - 1)
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        data, target = batch
+        return planted(nn.functional.cross_entropy(self.net(data), target), self, index)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = super().configure_optimizers()
+        optimizer = optimizer_for(self.net, self.optimizer)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
         return {
             "optimizer": optimizer,
@@ -141,56 +135,36 @@ def test_schedules_with_overflows(given: bool) -> None:
     held = [step for step, (a, b) in enumerate(pairwise([0.02, *fused])) if a == b]
     assert held == list(PLANTED)
     # Without the two lines Lightning advances in every step, with any optimizer and scaler.
-    for name in ("adam", "fused_adamw"):
-        assert ahead == rates(Scheduled, name, TorchScaler("cpu", init_scale=64.0))
+    assert ahead == rates(Scheduled, "fused_adamw", TorchScaler("cpu", init_scale=64.0))
     assert len(set(ahead)) == STEPS
+
+
+class Memory(loggers.DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if "scaler/steps" in metrics:
+            self.rows.append((step, metrics))
+
+
+def test_figures_in_its_loggers() -> None:
+    memory = Memory()
+    scaler = ampfast.GradScaler("cpu", **SETTINGS)
+    fit = trainer(scaler, logger=memory, log_every_n_steps=2)
+    ampfast.callbacks.attach(fit)
+    fit.fit(Scheduled("adam"), loader(batches()))
+    assert [step for step, _ in memory.rows] == list(range(2, STEPS + 1, 2))
+    for step, figures in memory.rows:
+        assert figures["scaler/steps"] == step
+    skipped = sum(figures["scaler/skipped"] for _, figures in memory.rows)
+    assert skipped == scaler.stats().skipped >= len(PLANTED)
 
 
 @pytest.mark.usefixtures("patched")
 def test_the_scaler_that_it_makes_is_patched() -> None:
     assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
-
-
-class Classifier16(L.LightningModule):
-    """A 16-bit model."""
-
-    def __init__(self, part: Part) -> None:
-        super().__init__()
-        self.part, self.net = part, part.model
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        data, target = batch
-        return self.part.loss(self.net(data), target)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.part.make_optimizer()
-
-
-def train_16_bit(part: Part) -> None:
-    if part.case.scaled:
-        precision = plugins.MixedPrecision("16-mixed", "cpu", scaler=part.make_scaler())
-    else:
-        precision = plugins.HalfPrecision("bf16-true")
-        part.model.float()  # which it converts
-    fitted = L.Trainer(
-        max_epochs=1 + part.resumes,
-        accelerator="cpu",
-        plugins=[precision],
-        gradient_clip_val=part.case.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    checkpoint = part.folder / "half.ckpt"
-    model, data = Classifier16(part), loader(part.batches)
-    fitted.fit(model, data, ckpt_path=checkpoint if part.resumes else None)
-    fitted.save_checkpoint(checkpoint)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if not case.clips_fused], ids=str)
-def test_16_bit_models(case: Case, tmp_path: Path) -> None:
-    assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sixteen_bit import CASES, Case, Part, assert_as_by_hand
+from runs import CASES, Case, Net, Part, assert_same_run, optimizer_for
 from torch import Tensor
-from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, optimizer_for
 
 import ampfast
 
@@ -30,47 +29,14 @@ def _no_gpu_is_needed(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(wrapper, "is_cuda_available", lambda: True)
 
 
-class Classifier(model.BaseModel):
-    """Records each loss with the scale of the wrapper's scaler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.run, self.scaler = HalfNet(), Run(), None
-
-    def forward(self, data: Tensor, target: Tensor, mode: str) -> dict[str, Tensor]:
-        return {"loss": self.run.loss(self.net(data), target, self.scaler)}
-
-
-def train(optimizer: str, clip: dict[str, float] | None) -> Run:
-    model = Classifier()
-    optimizer_wrapper = wrapper.AmpOptimWrapper(
-        loss_scale=SETTINGS, optimizer=optimizer_for(model.net, optimizer), clip_grad=clip
-    )
-    model.scaler = optimizer_wrapper.loss_scaler
-    for batch in batches():
-        model.train_step(batch, optimizer_wrapper)
-    return model.run.finish(model, saved=optimizer_wrapper.state_dict())
-
-
-@pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}], ids=["", "clip"])
-@pytest.mark.parametrize("optimizer", ["adam", "fused_adamw"])
-@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler.*is deprecated:FutureWarning")
-def test_patch(optimizer: str, clip: dict[str, float] | None) -> None:
-    theirs = train(optimizer, clip)
-    with ampfast.patch() as patch:
-        assert f"{wrapper.__name__}.GradScaler" in patch.replaced
-        ours = train(optimizer, clip)
-    assert_same_run(ours, theirs)
-
-
 @pytest.mark.usefixtures("patched")
 def test_the_scaler_that_it_makes_for_fsdp_is_patched() -> None:
-    made = wrapper.AmpOptimWrapper(use_fsdp=True, optimizer=optimizer_for(HalfNet()))
+    made = wrapper.AmpOptimWrapper(use_fsdp=True, optimizer=optimizer_for(Net()))
     assert isinstance(made.loss_scaler, ampfast.ShardedGradScaler)
 
 
-class Classifier16(model.BaseModel):
-    """A 16-bit model."""
+class Classifier(model.BaseModel):
+    """The model of a part."""
 
     def __init__(self, part: Part) -> None:
         super().__init__()
@@ -80,16 +46,17 @@ class Classifier16(model.BaseModel):
         return {"loss": self.part.loss(self.net(data), target)}
 
 
-def train_16_bit(part: Part) -> None:
+def train(part: Part) -> None:
     clip = {"max_norm": part.case.clip} if part.case.clip is not None else None
 
     def build(params: Iterator[Tensor]) -> torch.optim.Optimizer:
         return part.make_optimizer()
 
-    trained, checkpoint = Classifier16(part), part.folder / "half.pt"
+    trained, checkpoint = Classifier(part), part.folder / "half.pt"
     kind = "AmpOptimWrapper" if part.case.scaled else "OptimWrapper"
     config = {"type": kind, "optimizer": {"type": build}, "clip_grad": clip}
-    stepped = optim.build_optim_wrapper(trained, config)
+    with part.patching():
+        stepped = optim.build_optim_wrapper(trained, config)
     if part.case.scaled:
         part.adopt(stepped.loss_scaler)
     if part.resumes:
@@ -102,14 +69,13 @@ def train_16_bit(part: Part) -> None:
     torch.save(saved, checkpoint)
 
 
-@pytest.mark.usefixtures("patched")
 @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_16_bit_models(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its own takes bfloat16 alone on a CPU.
     half = partial(torch.autocast, "cpu", torch.float16)
     monkeypatch.setattr(amp, "autocast", lambda dtype: half())
-    assert_as_by_hand(train_16_bit, case, tmp_path)
+    assert_same_run(train, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

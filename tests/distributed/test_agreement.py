@@ -1,0 +1,188 @@
+"""Agreement of ranks in single steps that no table of lists covers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from exact_training import OPTIMIZERS, whole
+from support.gradients import parameter_like, parameter_with
+from support.scalers import started
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import SGD
+
+from ampfast import GradScaler, functional
+
+
+def over_lines(lines: list[str], orders: list[list[int]]) -> list[Any]:
+    """Whether this rank skips, for each of its lines in its own order, by the bad rank."""
+    rank, seen = dist.get_rank(), []
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    on = [
+        square[line] if line in "ab" else DeviceMesh("cpu", [int(r) for r in line])
+        for line in lines
+    ]
+    for bad in range(4):
+        local = torch.full((2,), math.inf if rank == bad else 1.0)
+        shards = [DTensor.from_local(local.clone(), on[i], [Shard(0)]) for i in orders[rank]]
+        optimizer = SGD([parameter_like(each) for each in shards], lr=1.0, foreach=False)
+        scaler = started(GradScaler)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.step_skipped(optimizer), scaler.get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("lines", "orders"),
+    [
+        (["a", "b"], [[0, 1], [1, 0], [1, 0], [0, 1]]),
+        (["01", "12", "023"], [[2, 0], [0, 1], [1, 2], [2]]),
+    ],
+    ids=["of a square", "of a ring"],
+)
+def test_the_order_of_parameters_may_differ(lines: list[str], orders: list[list[int]]) -> None:
+    assert ranks.run(over_lines, lines, orders, ranks=4) == [[(True, 4.0)] * 4] * 4
+
+
+def overflowing_sum(way: str, scale: float) -> tuple[bool, list[str]]:
+    """A step with finite summands whose unscaled sum may not be, and the report's parameters."""
+    mesh = init_device_mesh("cpu", (4,))
+    params = [torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh)) for _ in range(2)]
+    for param, value in zip(params, (1.0, 3e38), strict=True):
+        param.grad = DTensor.from_local(torch.tensor([value, 1.0]), mesh, [Partial()])
+    flag = torch.zeros(())
+    functional.check_([param.grad for param in params], flag)
+    assert flag.item() == 1.0
+    optimizer = SGD(params, lr=2.0**-10)
+    scaler = started(GradScaler, scale, track="norms" if way == "norms" else "overflow")
+    if way == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert whole(params[1]).isfinite().all()
+    skipped = scaler.step_skipped(optimizer)
+    assert scaler.skip_reason(optimizer) == ("overflow" if skipped else None)
+    scaler.update()
+    return skipped, [each.name for each in scaler.overflow_report().parameters]
+
+
+@pytest.mark.parametrize(
+    ("way", "scale"),
+    [("step", 1.0), ("step", 2.0), ("step", 8.0), ("clip", 1.0), ("norms", 1.0)],
+)
+def test_sums_that_overflow(way: str, scale: float) -> None:
+    skips = scale < 4
+    expected = (skips, ["group 0, parameter 1"] * skips)
+    assert ranks.run(overflowing_sum, way, scale, ranks=4) == [expected] * 4
+
+
+class Halves(Shard):
+    """User-defined placement."""
+
+
+def of_unknown_placement(way: str) -> tuple[float, list[bool], list[str]]:
+    """Gradients and warnings after two steps with an unknown placement among others."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank, skipped = dist.get_rank(), []
+    scaler = started(GradScaler, 4.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for bad in (False, True):
+            local = torch.full((1,), math.inf if bad and rank else 4.0 + 4.0 * rank)
+            odd = parameter_like(DTensor.from_local(local, mesh, [Halves(0)]))
+            replica = distribute_tensor(torch.full((2,), 8.0), mesh, [Replicate()])
+            params = [parameter_with(torch.full((2,), 4.0)), parameter_like(replica), odd]
+            optimizer = SGD(params, lr=1.0)
+            if way == "clip":
+                norm = scaler.clip_grad_norm_(optimizer, 1e9).item()
+                assert norm == (math.inf if bad else pytest.approx(math.sqrt(15)))
+            else:
+                scaler.unscale_(optimizer)
+            if not bad:
+                unscaled = odd.grad.to_local().item()
+            skipped.append(scaler.step_skipped(optimizer))
+            scaler.update()
+    said = [str(w.message) for w in caught if "placement" in str(w.message)]
+    return unscaled, skipped, said
+
+
+@pytest.mark.parametrize("way", ["unscale", "clip"])
+def test_an_unknown_placement_takes_torchs_op(way: str) -> None:
+    for rank, (unscaled, skipped, said) in enumerate(ranks.run(of_unknown_placement, way)):
+        assert (unscaled, skipped) == (1.0 + rank, [False, True])
+        assert len(said) == 1 and "Halves" in said[0]
+
+
+def divided_by(large: int | None) -> tuple[bool, float]:
+    """Whether a step with the user's own `grad_scale` was skipped, and the next scale."""
+    param = parameter_with(torch.full((3,), 1e30 if dist.get_rank() == large else 1.0))
+    optimizer = OPTIMIZERS["fused_sgd"]([param])
+    scaler = started(GradScaler, 1.0, process_group=dist.group.WORLD)
+    scaler.unscale_(optimizer)
+    optimizer.grad_scale = torch.tensor(1e-20)
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = scaler.step_skipped(optimizer)
+    assert (param == 1.0).all().item() is skipped
+    return skipped, scaler.get_scale()
+
+
+def test_only_the_quotient_by_the_users_scale_overflows() -> None:
+    """One rank's quotient overflows after the ranks agreed on finite gradients."""
+    assert ranks.run(divided_by, None) == [(False, 1.0)] * 2
+    for large in (0, 1):
+        assert ranks.run(divided_by, large) == [(True, 0.5)] * 2
+
+
+class Own(GradScaler):
+    """Scaler that reads local tensors itself."""
+
+    def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+        params = optimizer.param_groups[0]["params"]
+        finite = all(param.grad.to_local().isfinite().all() for param in params)
+        return {torch.device("cpu"): torch.tensor(0.0 if finite else 1.0)}
+
+
+def overridden(fused: bool) -> bool:
+    local = torch.full((1,), math.inf if dist.get_rank() else 1.0)
+    grad = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
+    optimizer = torch.optim.Adam([parameter_like(grad)], fused=fused)
+    scaler = started(Own)
+    scaler.step(optimizer)
+    return scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_flags_of_an_override_are_agreed_on(fused: bool) -> None:
+    assert ranks.run(overridden, fused) == [True, True]
+
+
+def nothing(kind: str, way: str) -> str:
+    """Message of a step without any gradient."""
+    ones = torch.ones(4)
+    if kind == "shards":
+        ones = distribute_tensor(ones, init_device_mesh("cpu", (2,)), [Shard(0)])
+    scaler = started(GradScaler, process_group=dist.group.WORLD if kind == "group" else None)
+    optimizer = SGD([torch.nn.Parameter(ones)], lr=1.0)
+    try:
+        if way == "clip":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        elif way == "unscale":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    except AssertionError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("way", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("kind", ["shards", "group"])
+def test_no_rank_has_a_gradient(kind: str, way: str) -> None:
+    said = "No inf checks were recorded for this optimizer."
+    assert ranks.run(nothing, kind, way) == [said, said]

@@ -1,0 +1,299 @@
+"""Policies, spikes, reports, schedules and ends on ranks: all do alike, with no more traffic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from traffic import sent
+
+import ampfast
+from ampfast import GradScaler, LateScheduler, ShardedGradScaler, Sigmas
+
+WAYS = ("step", "unscale", "clip", "together")
+LAYOUTS = ("parts", "shards")
+
+
+def parameter(layout: str, size: int = 1) -> nn.Parameter:
+    """Parameter of the same local size on both ranks, plain or sharded."""
+    if layout == "parts":
+        return nn.Parameter(torch.zeros(size))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return nn.Parameter(distribute_tensor(torch.zeros(2 * size), mesh, [Shard(0)]))
+
+
+def scaler_for(layout: str, **more: Any) -> GradScaler:
+    group = {"process_group": dist.group.WORLD} if layout == "parts" else {}
+    return GradScaler("cpu", init_scale=8.0, growth_interval=2, **group, **more)
+
+
+def iterate(scaler: Any, optimizer: torch.optim.Optimizer, way: str, **clip: Any) -> None:
+    if way == "unscale":
+        scaler.unscale_(optimizer)
+    elif way == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0, **clip)
+    if way == "together":
+        scaler.step_and_update(optimizer)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def fill(scaler: Any, param: nn.Parameter, values: tuple[float | None, ...]) -> None:
+    """Gives this rank its unscaled gradient, or none."""
+    scaler.scale(torch.zeros(()))
+    value = values[dist.get_rank()]
+    param.grad = None if value is None else scaler.get_scale() * value * torch.ones_like(param)
+
+
+# Policies follow the largest of all ranks.
+
+PEAKS = [(1.0, 4.0), (2.0**9, 1.0), (2.0**-4, 2.0**-9), (math.inf, 1.0), (1.0, 0.0), (0.5, 2.0)]
+
+
+def scales(layout: str) -> list[list[float]]:
+    results = []
+    for way, fused in itertools.product(WAYS, (False, True)):
+        scaler, param = scaler_for(layout, policy=ampfast.LogMax()), parameter(layout)
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+        results.append([])
+        for peaks in PEAKS:
+            fill(scaler, param, peaks)
+            iterate(scaler, optimizer, way)
+            results[-1].append(scaler.get_scale())
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_policies_follow_the_largest_of_all(layout: str) -> None:
+    scaler, alone = GradScaler("cpu", 8.0, growth_interval=2, policy=ampfast.LogMax()), []
+    param = nn.Parameter(torch.zeros(2))
+    for peaks in PEAKS:
+        scaler.scale(torch.zeros(()))
+        param.grad = scaler.get_scale() * torch.tensor(peaks)
+        iterate(scaler, torch.optim.SGD([param], lr=0.1), "step")
+        alone.append(scaler.get_scale())
+    for results in ranks.run(scales, layout):
+        assert results == [alone] * len(results)
+
+
+# Spikes of a global norm
+
+# The norms of two ranks' parts: only their joint norm is beyond the limit of 20.
+PARTS = [(3.0, 4.0), (3.3, 4.0), (15.0, 15.0), (math.inf, 1.0), (3.0, 4.1)]
+REASONS = [None, None, "spike", "overflow", None]
+# Each rank has no gradient in every second step.
+HOLES = [(None, 3.0), (4.0, None), (None, 30.0), (3.5, None), (None, 4.0), (30.0, None)]
+LIMITS = (20.0, Sigmas(9.0, 2))
+
+
+def spikes(layout: str, steps: list[Any]) -> list[Any]:
+    results = []
+    ways = [way for way in WAYS if way != "together"]
+    for way, fused, above in itertools.product(ways, (False, True), LIMITS):
+        if way == "unscale" and steps is HOLES:
+            continue
+        scaler, param = scaler_for(layout), parameter(layout)
+        if way != "clip":
+            scaler.skip_above = above
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+        reasons = []
+        for norms in steps:
+            fill(scaler, param, norms)
+            iterate(scaler, optimizer, way, **({"skip_above": above} if way == "clip" else {}))
+            reasons.append(scaler.skip_reason(optimizer))
+        results.append((reasons, scaler.stats().spikes, scaler.state_dict()))
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_skip_spikes_alike(layout: str) -> None:
+    first, second = ranks.run(spikes, layout, PARTS)
+    assert first == second
+    for reasons, count, _ in first:
+        assert (reasons, count) == (REASONS, 1)
+
+
+def test_ranks_without_gradients_skip_spikes_alike() -> None:
+    first, second = ranks.run(spikes, "parts", HOLES)
+    assert first == second
+    for reasons, count, _ in first:
+        assert (reasons, count) == ([None, None, "spike"] * 2, 2)
+
+
+def traffic_of(way: str, more: dict[str, Any]) -> list[tuple[str, int]]:
+    above = more.pop("skip_above", None)
+    scaler, param = scaler_for("parts", **more), parameter("parts")
+    scaler.skip_above = above
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    fill(scaler, param, (1.0, 1.0))
+    return sent(lambda: iterate(scaler, optimizer, way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_traffic(way: str) -> None:
+    def sizes(**more: Any) -> list[int]:
+        [first, second] = ranks.run(traffic_of, way, more)
+        assert first == second and {name for name, _ in first} == {"gloo:all_reduce"}
+        return [size for _, size in first]
+
+    # The norm's collective adds up, so that the peak needs one of its own.
+    assert sizes(policy=ampfast.LogMax()) == [16] * (2 if way == "clip" else 1)
+    assert sizes(track="overflow") == [16 if way == "clip" else 4]
+    for above in (20.0, Sigmas(6.0)):
+        assert sizes(skip_above=above) == [16]
+
+
+# Overflow reports
+
+
+def reports_of(layout: str) -> list[list[Any]]:
+    """Totals of the overflow report after each of four steps, by way."""
+    rank, results = dist.get_rank(), []
+    for way, fused in (*((w, False) for w in WAYS), ("step", True), ("defer", True), ("odd", True)):
+        params = [parameter(layout, 2) for _ in range(3)]
+        optimizer = torch.optim.Adam(params, lr=1.0, fused=fused)
+        scaler = scaler_for(layout, track="overflow")
+        scaler.name_parameters(zip("abc", params, strict=True))
+        results.append([])
+        # By step: values that ranks plant in parameters.
+        for bad in (
+            {0: ("a", math.inf)},
+            {},
+            {0: ("a", math.nan), 1: ("c", math.inf)},
+            {0: ("a", 1e30)},
+        ):
+            for param in params:
+                fill(scaler, param, (1.0, 1.0))
+            name, value = bad.get(rank, ("a", 1.0))
+            grad = params["abc".index(name)].grad
+            getattr(grad, "_local_tensor", grad)[-1] = value
+            if way == "defer":
+                scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+            elif way == "odd":
+                scaler.clip_grad_norm_(optimizer, 1.0, 3.0)
+            iterate(scaler, optimizer, way)
+            rows = scaler.overflow_report().totals
+            results[-1].append([(r.name, r.kind, r.step, r.infinities, r.nans) for r in rows])
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_knows_every_overflow(layout: str) -> None:
+    first = [("a", "inf", 0, 1, 0)]
+    both = [("a", "nan", 2, 1, 1), ("c", "inf", 2, 1, 0)]
+    for results in ranks.run(reports_of, layout):
+        assert results == [[first, first, both, both]] * len(results)
+
+
+def unequal() -> tuple[list[str], list[str], bool]:
+    rank = dist.get_rank()
+    params = [parameter("parts") for _ in range(1 + rank)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = scaler_for("parts", track="overflow")
+    scaler.name_parameters((f"stage {rank}, {i}", param) for i, param in enumerate(params))
+    for step in range(2):
+        if step and not rank:
+            optimizer.add_param_group({"params": [parameter("parts")]})
+        for param in params:
+            fill(scaler, param, (1.0, math.inf))
+        iterate(scaler, optimizer, "step")
+    reports = scaler.overflow_report(), scaler.overflow_report(local=True)
+    joint, own = ([row.name for row in report.parameters] for report in reports)
+    return joint, own, scaler.step_skipped(optimizer)
+
+
+def test_reports_of_ranks_with_other_parameters() -> None:
+    bad = ["stage 1, 0", "stage 1, 1"]
+    assert ranks.run(unequal) == [(bad, [], True), (bad, bad, True)]
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.inf if dist.get_rank() == 1 else 1.0)
+
+
+def bad_module(wrapper: str) -> list[str | None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Broken(), nn.Linear(4, 4))
+    scaler = scaler_for("parts", track="modules")
+    scaler.name_parameters(model)
+    wrapped: nn.Module = model
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for layer in (model[0], model[3], model):
+            fully_shard(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(torch.rand(3, 4)).sum()).backward()
+        iterate(scaler, optimizer, "step")
+    reports = scaler.overflow_report(local=True), scaler.overflow_report()
+    return [None if each.module is None else each.module.module for each in reports]
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_the_module_of_the_rank_that_found_one(wrapper: str) -> None:
+    assert ranks.run(bad_module, wrapper) == [[None, "2"], ["2", "2"]]
+
+
+def ends_at() -> tuple[int, str]:
+    scaler, param = scaler_for("parts", max_skips=3, track="overflow"), parameter("parts")
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for step in range(9):
+        fill(scaler, param, (1.0, math.nan if step >= 2 else 1.0))
+        try:
+            iterate(scaler, optimizer, "step")
+        except FloatingPointError as error:
+            return step, str(error)
+    return -1, ""
+
+
+def test_all_ranks_end_after_the_same_skips() -> None:
+    (step, told), (other_step, other_told) = ranks.run(ends_at)
+    assert (step, other_step) == (4, 4)
+    assert told.endswith("so far. This is the report of one rank: see those of the others.")
+    assert "group 0, parameter 0" in other_told and "one rank" not in other_told
+
+
+# Schedules leave out a step in which one rank overflows.
+
+SKIPPED = (0, 3)
+
+
+def advanced(fused: bool, has_group: bool, is_late: bool) -> list[int]:
+    """Epochs of the schedule by step; rank 0 has no gradients."""
+    param = parameter("parts")
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+    scaler = scaler_for("parts") if has_group else ShardedGradScaler("cpu")
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if is_late:
+        schedule = LateScheduler(schedule, scaler, optimizer)
+    seen = []
+    for step in range(6):
+        seen.append(schedule.last_epoch)
+        fill(scaler, param, (None, math.inf if step in SKIPPED else 1.0))
+        iterate(scaler, optimizer, "step")
+        if is_late or not scaler.step_skipped(optimizer):
+            schedule.step()
+    if is_late:
+        schedule.flush()
+    return [*seen, schedule.last_epoch]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["exact", "late"])
+@pytest.mark.parametrize(("fused", "has_group"), [(False, True), (True, True), (True, False)])
+def test_schedules_are_equally_far(fused: bool, has_group: bool, is_late: bool) -> None:
+    expected = [0, 0, 0, 1, 2, 2, 4] if is_late else [0, 0, 1, 2, 2, 3, 4]
+    assert ranks.run(advanced, fused, has_group, is_late) == [expected] * 2

@@ -1,0 +1,344 @@
+"""Training under each kind of parallelism: bit for bit as in one process with all batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from exact_training import (
+    OPTIMIZERS,
+    OVERFLOWS,
+    PAIRS,
+    ROWS,
+    SCALERS,
+    SETTINGS,
+    STEPS,
+    WAYS,
+    Heads,
+    Trace,
+    assert_eventful,
+    assert_same_traces,
+    batches_of,
+    train,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import ampfast
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        kind: Name in `OPTIMIZERS`.
+        way: Name in `WAYS`.
+        options: Arguments of the wrapper, or of the functions below.
+        rows: Sizes of the heads.
+        steps: Number of steps.
+    """
+
+    kind: str
+    way: str = "step"
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = ROWS
+    steps: int = STEPS
+
+
+Setup = dict[str, Any]
+# Heads by rank, whose optimizer has these alone; all ranks have the last one if it is shared.
+STAGES = {2: ((0, 2), (1, 3)), 4: ((0,), (1,), (2,), (3,))}
+SHARED = {2: ((0, 3), (1, 2, 3)), 4: ((0, 3), (1, 3), (2, 3), (3,))}
+# The last head stays a plain tensor among DTensors.
+PLAN = {
+    "heads.0": ColwiseParallel(output_layouts=Replicate()),
+    "heads.1": RowwiseParallel(input_layouts=Replicate()),
+    "heads.2": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+def synced_at_last(model: Any, last: bool) -> AbstractContextManager[Any]:
+    """Communicates in the last backward pass alone."""
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+        return nullcontext() if last else model.no_sync()
+    return nullcontext(model.set_requires_gradient_sync(last))
+
+
+def plant(params: Sequence[Any], step: int) -> None:
+    """Makes one element of some ranks' first gradient with local elements infinite."""
+    if dist.get_rank() in OVERFLOWS.get(step, ()):
+        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in params if p.grad is not None]
+        grad = next((grad for grad in grads if grad.numel()), None)
+        if grad is not None:
+            grad.view(-1)[step % grad.numel()] = math.inf
+
+
+def forget(model: Heads, head: int, step: int) -> None:
+    """Drops the gradients of a head in one of three steps."""
+    for param in model.heads[head].parameters() if step % 3 == 1 else ():
+        param.grad = None
+
+
+def under_ddp(case: Case) -> Setup:
+    options = dict(case.options)
+    if options.pop("pairs", False):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        options["process_group"] = pairs[dist.get_rank() // 2]
+    model = DistributedDataParallel(Heads(), **options)
+    return {"model": model, "every_part": functools.partial(synced_at_last, model)}
+
+
+def under_zero(case: Case) -> Setup:
+    setup = under_ddp(case)
+    optimizer = ZeroRedundancyOptimizer(
+        setup["model"].parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
+    )
+    return {**setup, "optimizer": optimizer}
+
+
+def under_fsdp1(case: Case) -> Setup:
+    model: Any = FullyShardedDataParallel(
+        Heads(), device_id=torch.device("cpu"), use_orig_params=case.options["orig"]
+    )
+
+    def full() -> list[torch.Tensor]:
+        with FullyShardedDataParallel.summon_full_params(model):
+            heads = [p.detach().clone() for p in Heads().parameters()]
+            flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            sizes = [p.numel() for p in heads]
+            parts = flat[: sum(sizes)].split(sizes)
+            return [part.view_as(p) for part, p in zip(parts, heads, strict=True)]
+
+    return {
+        "model": model,
+        "make": ampfast.ShardedGradScaler,
+        "batches": batches_of([dist.get_rank()], {}),
+        "prepare": functools.partial(plant, list(model.parameters())),
+        "params": full,
+        "every": 5,
+        "every_part": functools.partial(synced_at_last, model),
+    }
+
+
+def under_fsdp2(case: Case) -> Setup:
+    """Overflows from the inputs, on most ranks, or in a single shard."""
+    shape: Any = (dist.get_world_size(),)
+    names: Any = ("shard",)
+    if case.options.get("replicas"):
+        shape, names = (2, shape[0] // 2), ("replicate", "shard")
+    model: Any = Heads(case.rows)
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if case.options.get("offload"):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for head in () if case.options.get("one unit") else model.heads:
+        fully_shard(head, **options)
+    fully_shard(model, **options)
+    in_place = not case.options.get("from inputs")
+    return {
+        "model": model,
+        "batches": batches_of([dist.get_rank()], {} if in_place else OVERFLOWS),
+        "prepare": functools.partial(plant, list(model.parameters())) if in_place else None,
+        "every": 5,
+        "every_part": functools.partial(synced_at_last, model),
+    }
+
+
+def tensor_parallel(case: Case) -> Setup:
+    """Alone, or under `fully_shard`: then the ranks of a line share a batch."""
+    if not case.options.get("square"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model: Any = parallelize_module(Heads(), mesh, PLAN)
+        return {"model": model, "batches": batches_of(range(2)), "divisor": 2, "every": 5}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Heads(), mesh["tp"], PLAN)
+    for head in model.heads[:3]:
+        fully_shard(head, mesh=mesh["dp"])
+    if not case.options.get("leave out"):
+        fully_shard(model, mesh=mesh["dp"])
+        return {"model": model, "batches": batches_of([mesh.get_local_rank("dp")]), "every": 5}
+    # No rank averages a plain tensor: both lines get the same batch.
+    return {"model": model, "batches": batches_of(range(2)), "divisor": 2, "every": 5}
+
+
+def owned(case: Case, world: int, rank: int) -> list[int]:
+    """Indices of a stage's parameters among all."""
+    heads = (SHARED if case.options.get("shared") else STAGES)[world][rank]
+    return [2 * head + i for head in heads for i in range(2)]
+
+
+def staged(case: Case) -> Setup:
+    """Ranks own different parameters; each overflows alone."""
+    model, world = Heads(), dist.get_world_size()
+    params = [list(model.parameters())[i] for i in owned(case, world, dist.get_rank())]
+    if case.options.get("shared"):
+        ampfast.mark_replicated(model.heads[3].parameters())
+    group: Any = dist.group.WORLD
+    if "mesh" in case.options:
+        group = init_device_mesh("cpu", case.options["mesh"])
+
+    def prepare(step: int) -> None:
+        plant(params, step)
+        if "missing" in case.options:
+            forget(model, case.options["missing"], step)
+
+    return {
+        "model": model,
+        "optimizer": OPTIMIZERS[case.kind](params),
+        "make": functools.partial(ampfast.GradScaler, process_group=group),
+        "batches": batches_of(range(2), {}),
+        "divisor": 2,
+        "params": lambda: params,
+        "prepare": prepare,
+    }
+
+
+SETUPS: dict[str, Callable[[Case], Setup]] = {
+    "ddp": under_ddp,
+    "zero": under_zero,
+    "fsdp1": under_fsdp1,
+    "fsdp2": under_fsdp2,
+    "tensor": tensor_parallel,
+    "stages": staged,
+}
+
+
+def trained(setup: str, cases: list[Case]) -> list[Trace]:
+    """Traces of this rank, in one job, since a rank needs a second for its first DTensors."""
+    traces = []
+    for case in cases:
+        more = {"batches": batches_of([dist.get_rank()]), **SETUPS[setup](case)}
+        model = more.pop("model")
+        optimizer = more.pop("optimizer", None) or OPTIMIZERS[case.kind](model.parameters())
+        scaler = more.pop("make", ampfast.GradScaler)(**SETTINGS)
+        way, batches = WAYS[case.way], more.pop("batches")
+        traces.append(train(model, optimizer, scaler, batches, way, steps=case.steps, **more))
+    return traces
+
+
+def alone(cases: list[Case], feeds: Sequence[int]) -> list[Trace]:
+    """Traces of one process with the batches of all these ranks."""
+    traces = []
+    for case in cases:
+        # torch's fused SGD reads uninitialised memory after a first step that overflows, and its
+        # norms are rounded differently.
+        ours = case.kind == "fused_sgd" or case.way in ("clip", "defer")
+        model, missing = Heads(case.rows), case.options.get("missing")
+        trace = train(
+            model,
+            OPTIMIZERS[case.kind](model.parameters()),
+            SCALERS["ours" if ours else "torch"](**SETTINGS),
+            batches_of(feeds),
+            WAYS[case.way],
+            steps=case.steps,
+            divisor=len(feeds),
+            prepare=None if missing is None else functools.partial(forget, model, missing),
+        )
+        assert_eventful(trace)
+        traces.append(trace)
+    return traces
+
+
+PAIRWISE = [Case(*pair) for pair in PAIRS]
+FUSED = [Case("fused_adamw", way) for way in ("accumulate", "clip", "together")]
+RUNS: list[tuple[str, int, list[Case]]] = [
+    ("ddp", 2, [*PAIRWISE, Case("adamw", "accumulate", steps=200)]),
+    ("ddp", 2, [Case(c.kind, c.way, {"bucket_cap_mb": 1e-4}) for c in FUSED]),
+    ("ddp", 2, [Case(c.kind, c.way, {"find_unused_parameters": True}) for c in FUSED]),
+    # With static_graph it cannot start with no_sync.
+    ("ddp", 2, [Case(c.kind, c.way, {"static_graph": True}) for c in FUSED[1:]]),
+    ("ddp", 4, [Case("fused_adamw", "clip", {"pairs": True})]),
+    ("zero", 2, [Case("adamw", way) for way in ("step", "accumulate", "clip", "together")]),
+    # Without fused Adam, which rounds the tail elements of a shard differently.
+    *(
+        ("fsdp1", 2, [Case(k, w, {"orig": orig}) for k in ("adamw", "fused_sgd") for w in WAYS])
+        for orig in (False, True)
+    ),
+    # With original parameters some ranks hold no element of most.
+    ("fsdp1", 4, [Case("adamw", "clip", {"orig": True}, steps=40)]),
+    # torch has no fused SGD for DTensors.
+    ("fsdp2", 2, [case for case in PAIRWISE if case.kind != "fused_sgd"]),
+    ("fsdp2", 2, [Case(kind, "clip", {"one unit": True}) for kind in ("momentum", "fused_adam")]),
+    ("fsdp2", 2, [Case("adamw", way, {"offload": True}) for way in ("step", "clip")]),
+    # Some parameters have no element on two or three ranks, two ranks none of any.
+    ("fsdp2", 4, [Case("fused_adamw", way) for way in ("step", "clip", "defer")]),
+    ("fsdp2", 4, [Case("fused_adamw", way, rows=(2, 1)) for way in ("step", "clip")]),
+    (
+        "fsdp2",
+        4,
+        [
+            Case(kind, way, {"replicas": True, "from inputs": True})
+            for kind, way in (("adamw", "step"), ("fused_adamw", "clip"), ("fused_adamw", "defer"))
+        ],
+    ),
+    # torch's fused optimizers refuse lists that mix DTensors and plain tensors.
+    *(
+        ("tensor", world, [Case("adamw"), Case("momentum", "unscale"), Case("adamw", "clip")])
+        for world in (2, 4)
+    ),
+    *(
+        (
+            "tensor",
+            4,
+            [
+                Case(kind, way, {"square": True, "leave out": leave_out})
+                for kind, way in (("adamw", "step"), ("momentum", "clip"), ("sgd", "accumulate"))
+            ],
+        )
+        for leave_out in (False, True)
+    ),
+    ("stages", 2, [*PAIRWISE, Case("fused_adamw", steps=200)]),
+    ("stages", 4, [Case("fused_adamw", way, {"mesh": (4,)}) for way in ("step", "clip", "defer")]),
+    *(
+        ("stages", world, [Case("fused_adamw", way, {"shared": True}) for way in ("clip", "defer")])
+        for world in (2, 4)
+    ),
+    # Rank 1 owns head 1 only.
+    (
+        "stages",
+        4,
+        [
+            Case(kind, way, {"missing": 1})
+            for kind in ("momentum", "fused_adam")
+            for way in ("step", "unscale", "together", "clip")
+        ],
+    ),
+]
+RUNS = [
+    (setup, world, [c for c in cases if c.way != "defer" or c.kind.startswith("fused")])
+    for setup, world, cases in RUNS
+]
+
+
+@pytest.mark.parametrize(
+    ("setup", "world", "cases"),
+    RUNS,
+    ids=[f"{setup}-{world}-{cases[-1].options}" for setup, world, cases in RUNS],
+)
+def test_as_one_process(setup: str, world: int, cases: list[Case]) -> None:
+    feeds = [range(2 if setup in ("tensor", "stages") else world)] * world
+    if cases[0].options.get("pairs"):
+        feeds = [range(2), range(2), range(2, 4), range(2, 4)]
+    expected = {each: ranks.run(alone, cases, each, ranks=1)[0] for each in set(feeds)}
+    for rank, traces in enumerate(ranks.run(trained, setup, cases, ranks=world)):
+        for case, trace, wanted in zip(cases, traces, expected[feeds[rank]], strict=True):
+            if setup == "stages":
+                wanted = wanted.part(owned(case, world, rank))
+            assert_same_traces(trace, wanted, str(case))
+    assert len({str(traces[0].steps) for traces in expected.values()}) == len(expected)

@@ -1,0 +1,90 @@
+"""Programs of the documentation and the FSDP2 example, on their ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "fsdp2.py"
+STEPS = 20
+WORLD = 4
+
+
+def trained(scaler: str) -> str:
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    return train(argparse.Namespace(scaler=scaler, steps=STEPS, device="cpu"))
+
+
+@pytest.mark.sweep
+def test_the_fsdp2_example_gives_the_same_with_both_scalers() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, "--steps", str(STEPS), "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert ranks.run(trained, "torch", seconds=240) == [last, last]
+    # Only one rank held the infinity.
+    [planted] = [line for line in lines if line.startswith(f"step {STEPS // 2}:")]
+    assert planted.endswith("skipped: [True, True]")
+    [(steps, skipped)] = re.findall(r"steps=(\d+), skipped=(\d+)", done.stdout)
+    assert int(steps) == STEPS and 1 < int(skipped) < STEPS - 1
+
+
+def recipe() -> list[float]:
+    """Norms of the program on the page, on one of its ranks."""
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    section = page.split("## Mixtures of experts")[1].split("```python")[1].split("```")[0]
+    begin, end = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
+    try:
+        names: dict[str, Any] = {}
+        exec(section, names)
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end
+    return [norm.item() for norm in names["norms"]]
+
+
+def in_one_process() -> list[float]:
+    """Norms of the same training without ranks, in float32."""
+    experts = []
+    for number in range(2):
+        torch.manual_seed(1 + number)
+        experts.append(torch.nn.Linear(64, 64))
+    torch.manual_seed(0)
+    dense = torch.nn.Linear(64, 64)
+    params = [p for module in (dense, *experts) for p in module.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(WORLD)]
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        for generator in generators:
+            hidden = dense(torch.randn(32, 64, generator=generator))
+            parts = zip(experts, hidden.chunk(2), strict=True)
+            loss = torch.cat([expert(part) for expert, part in parts]).square().mean()
+            (loss / WORLD).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
+        optimizer.step()
+    return norms
+
+
+def test_the_recipe_for_mixtures_of_experts() -> None:
+    expected = in_one_process()
+    for seen in ranks.run(recipe, ranks=WORLD):
+        assert seen == pytest.approx(expected, rel=1e-5)
