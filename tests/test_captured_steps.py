@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from support.captures import (
     SKIPPABLE,
     Capturing,
-    OnGpu,
     Training,
     assert_no_more_breaks,
     assert_replays_are_eager,
@@ -25,7 +21,6 @@ from support.scalers import TorchScaler, started
 
 from ampfast import GradScaler, Sigmas, capture, grad_scaler
 from ampfast.backends import scalars
-from ampfast.loss_scale import Limits, LossScale
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -103,14 +98,6 @@ def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
             assert kept() == {"norms": norms, "spikes": 1}
         else:
             assert kept()[:3] == norms[1:] and kept()[-1] not in (1e-3, last)
-
-
-def test_replays_take_a_lasting_change_as_usual(capturing: Capturing) -> None:
-    load, replay, kept = clipping(capturing, patience=3)
-    load({"norms": [1e-3] * 4, "spikes": 1})
-    assert [replay() for _ in range(4)] == ["spike", "spike", None, None]
-    with pytest.warns(UserWarning, match="Sigmas: 3 steps in a row"):
-        assert len(kept()) == 2
 
 
 # Calls that capture a step, each of which fails in turn
@@ -193,16 +180,6 @@ def test_an_update_that_rides_is_undone_when_the_step_raises(
 # Refused before anything else
 
 
-@pytest.mark.parametrize("other", [torch.zeros((), device="meta"), 0.0])
-def test_refused_with_a_flag_elsewhere(capturing: Capturing, other: Any) -> None:
-    training, flag = trained(), torch.zeros(()).as_subclass(OnGpu)
-    state = {"found_inf_per_device": {flag.device: flag, "elsewhere": other}}
-    named = pytest.raises(RuntimeError, match=r"to skip on (meta|None), too")
-    with capturing.of(training.scaler) as graph, named:
-        training.scaler._maybe_opt_step(training.optimizer, state)
-    assert not graph.calls
-
-
 ELSEWHERE, OTHER = torch.ones((), device="meta"), torch.device("cuda", 1)
 FIRST, ON_HOST = "the first step of {}, .*: run one iteration", "counts steps on the host"
 ADAGRAD = f"a step of Adagrad, which {ON_HOST}"
@@ -266,39 +243,6 @@ def test_refused_before_anything_else(
     assert "begin" not in graph.calls
 
 
-@pytest.mark.parametrize("is_capturable", [False, True])
-def test_another_projects_optimizer_is_known_by_capturable(is_capturable: bool) -> None:
-    param = torch.nn.Parameter(torch.ones(1))
-    group = {"params": [param], **({"capturable": True} if is_capturable else {})}
-    assert capture._lacks_state(object(), group, {}) is is_capturable
-    assert not capture._lacks_state(object(), group, {"exp_avg": param})
-
-
-def test_compiled_code_refuses_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    capture.refuse_capture("what is traced")
-
-
-def test_an_eager_step_is_not_asked(capturing: Capturing) -> None:
-    training = trained("adam", 0)
-    training.scaler.unscale_(training.optimizer)
-    training.scaler._scale = training.scaler._scale.as_subclass(OnGpu)
-    training.scaler.step(training.optimizer)
-    assert not capturing.graph.calls
-
-
-def test_an_override_of_the_hook_decides(capturing: Capturing) -> None:
-    training = trained()
-    training.scaler._maybe_opt_step = lambda *args: "its own"
-    with capturing.of(training.scaler) as graph:
-        assert training.scaler.step(training.optimizer) == "its own"
-    assert not graph.calls
-
-
-REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
-
-
 class Counted(torch.Tensor):
     """CPU tensor that claims to be on a GPU, and counts reads by the host."""
 
@@ -353,89 +297,6 @@ def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], N
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):
         getattr(scaler, name)(*arguments)
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
-
-
-def test_refuses_to_create_state_off_the_cpu(pretend: Callable[[], None]) -> None:
-    meta, cpu = torch.device("meta"), torch.device("cpu")
-    pretend()
-    for begins in (
-        GradScaler("cpu", backend="aten")._lazy_init_scale_growth_tracker,
-        LossScale(Limits()).words_on,
-    ):
-        with REFUSED:
-            begins(meta)
-        begins(cpu)
-    moved = LossScale(Limits())
-    assert moved.words_on(cpu) is moved.words_on(cpu)
-    with REFUSED:
-        moved.words_on(meta)
-
-
-def test_state_moves_with_the_scale() -> None:
-    state = LossScale(Limits())
-    state.words_on(torch.device("cpu"))
-    state._new_words = lambda: pytest.fail("made anew")
-    assert state.words_on(torch.device("meta")).device.type == "meta"
-    scaler, optimizer = started(GradScaler), sgd(1.0)
-    scaler.step(optimizer)
-    scaler._scale = scaler._scale.to("meta")
-    assert scaler.found_inf(optimizer).device.type == "meta"
-
-
-def test_steps_of_a_capture_on_the_cpu(pretend: Callable[[], None]) -> None:
-    scaler, momentum, optimizer = started(GradScaler), sgd(1.0, fused=True, momentum=0.9), sgd(1.0)
-    pretend()
-    with REFUSED:
-        scaler.step(momentum)
-    scaler.step(optimizer)  # which is not part of it
-    assert scaler.found_inf(optimizer).tolist() == 0.0
-
-
-@pytest.mark.parametrize("overridden", [False, True])
-def test_refuses_a_plain_step_before_it_unscales(
-    overridden: bool, pretend: Callable[[], None]
-) -> None:
-    scaler, optimizer = started(GradScaler), sgd(1.0)
-    scaler._scale = scaler._scale.as_subclass(Counted)
-    if overridden:  # an override may decide on the device
-        scaler._maybe_opt_step = lambda *args, **kwargs: None
-    pretend()
-    with contextlib.nullcontext() if overridden else REFUSED:
-        scaler.step(optimizer)
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"].name
-    assert stage == ("STEPPED" if overridden else "READY")
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1, 2])
-@pytest.mark.parametrize("on_gpus", [0, 1, 2])
-def test_the_host_waits_once_for_all_gpus(
-    on_gpus: int, bad: int | None, pretend: Callable[[], None]
-) -> None:
-    scaler, optimizer = started(GradScaler), sgd(1.0)
-    flags = [torch.tensor(float(index == bad)) for index in range(on_gpus + 1)]
-    found: dict[Any, Any] = {"elsewhere": flags[0]}
-    for index, flag in enumerate(flags[1:]):
-        found[f"gpu {index}"] = flag.as_subclass(Counted)
-    number = torch.tensor(float(bad == on_gpus + 1)).item
-    found["no tensor"] = SimpleNamespace(is_cuda=False, item=number)
-    steps: list[None] = []
-    optimizer.step = lambda: steps.append(None)
-    state = {"found_inf_per_device": found}
-    scaler._maybe_opt_step(optimizer, state)
-    assert len(Counted.waits) == min(on_gpus, 1)
-    assert steps == ([None] if bad is None or bad > on_gpus + 1 else [])
-    assert state["found_inf_per_device"] is found
-    pretend()
-    with REFUSED if on_gpus else contextlib.nullcontext():
-        scaler._maybe_opt_step(optimizer, state)
-
-
-def test_stays_enabled_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grad_scaler, torch.cuda.amp.common):
-        monkeypatch.setattr(module, "amp_definitely_not_available", lambda: False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert GradScaler("cuda").is_enabled()
 
 
 class Arrival:

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import BITS, assert_same
-from support.gradients import LAYOUTS, make_gradient, parameter_with, plant
-from support.one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, both, flags, floats, setup
+from support.one_step import F32_MAX, TINY, both, flags, floats, setup
 from support.outcomes import outcome
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler, functional
-
-OptState = torch.amp.grad_scaler.OptState
 
 
 @pytest.mark.parametrize("scale", [TINY, 2.0**-140, 2.0**-149, 0.0])
@@ -36,16 +33,6 @@ def test_infinite_inverse_scale(
     theirs.step()
     torch_fails("plain optimizer, infinite inverse scale", not theirs.finite())
     assert_same([p.grad for p in ours.parameters], [p.grad for p in theirs.parameters])
-
-
-@pytest.mark.parametrize("scale", [TINY + 2.0**-149, 2.0**-127, 2.0**-126])
-def test_largest_finite_inverses_still_step(scale: float) -> None:
-    ours, theirs = both("sgd", [floats(2.0**-10, 0.0, -(2.0**-40))], scale)
-    ours.step()
-    theirs.step()
-    assert len(ours.calls) == 1
-    assert ours.finite()
-    assert_same(ours.values(), theirs.values())
 
 
 def test_infinite_inverse_with_nothing_to_write() -> None:
@@ -164,19 +151,6 @@ def test_lowered_growth_interval(tracker: int, interval: int, torch_fails: Any) 
     torch_fails("growth interval lowered below the tracker", theirs.scaler.get_scale() != 8.0)
 
 
-@pytest.mark.parametrize(
-    ("tracker", "interval"), [(5, 0), (5, -3), (5, 7), (5, 6), (0, 1), (2**31 - 2, 2**31 - 1)]
-)
-def test_other_growth_intervals_are_as_in_torch(tracker: int, interval: int) -> None:
-    ours, theirs = both("sgd", [floats(1.0)], 4.0)
-    for run in (ours, theirs):
-        run.scaler._growth_tracker.fill_(tracker)
-        run.scaler.set_growth_interval(interval)
-        run.step()
-        run.scaler.update()
-    assert_same(ours.scaler.state_dict(), theirs.scaler.state_dict())
-
-
 @pytest.mark.parametrize("scale", [0.0, TINY, 0.5, 2.0**16])
 @pytest.mark.parametrize("value", [0.0, 1.0, F32_MAX, math.inf, math.nan])
 def test_check_inf_per_device_keeps_its_raw_meaning(scale: float, value: float) -> None:
@@ -186,67 +160,6 @@ def test_check_inf_per_device_keeps_its_raw_meaning(scale: float, value: float) 
         assert found is run.scaler._found_inf_per_device(run.optimizer)
         results.append((found, run.parameters[0].grad, run.scaler._scale))
     assert_same(*results)
-
-
-@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_check_inf_per_device_reads_every_layout(layout: str, bad: float | None) -> None:
-    results = []
-    for scaler_type in (GradScaler, TorchScaler):
-        gradients = [torch.ones(3), make_gradient(layout), torch.ones(2, dtype=torch.float16)]
-        if bad is not None and layout != "expanded":
-            plant(gradients[1], "last", bad)
-        run = setup(scaler_type, "fused_adam", [torch.ones(1)])
-        run.parameters[:] = [parameter_with(g) for g in gradients]
-        run.optimizer.param_groups = [{"params": run.parameters}]
-        result = outcome(lambda run=run: run.scaler._check_inf_per_device(run.optimizer))
-        results.append((result.comparable()[:2], gradients))
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_duplicates_of_sparse_float16_gradients_are_added_up_first(dtype: torch.dtype) -> None:
-    # Each value is finite; their sum overflows float16.
-    sparse = torch.sparse_coo_tensor(
-        [[1, 1]], floats(6e4, 6e4, dtype=dtype), (3,), check_invariants=True
-    )
-    results = []
-    for run in both("sgd", [sparse]):
-        run.scaler._check_inf_per_device(run.optimizer)
-        results.append((flags(run), run.parameters[0].grad))
-    assert_same(*results)
-    assert results[0][0] == [float(dtype is torch.float16)]
-
-
-class OwnFlags(GradScaler):
-    """Overrides both hooks, whose results count."""
-
-    verdict = 0.0
-
-    def _own(self, optimizer: Any) -> dict[torch.device, torch.Tensor]:
-        found = {torch.device("cpu"): torch.tensor(self.verdict)}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, torch.Tensor]:
-        return self._own(optimizer)
-
-    def _unscale_grads_(self, optimizer: Any, *_: Any) -> dict[torch.device, torch.Tensor]:
-        return self._own(optimizer)
-
-
-@pytest.mark.parametrize("verdict", [0.0, 1.0])
-@pytest.mark.parametrize("optimizer", ["sgd", *TAKE_GRAD_SCALE])
-def test_flags_of_an_overridden_hook_decide(optimizer: str, verdict: float) -> None:
-    for scale, value in ((2.0**16, 1.0), (2.0**16, math.inf), (TINY, 1.0), (0.0, 1.0)):
-        run = setup(OwnFlags, optimizer, [floats(value)], scale)
-        run.scaler.verdict = verdict
-        run.step()
-        if optimizer == "sgd":
-            assert len(run.calls) == 1 - verdict
-        else:
-            assert run.calls[0][1].item() == verdict
-        assert run.untouched() == bool(verdict)
 
 
 class Delegating(GradScaler):

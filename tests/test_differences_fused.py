@@ -66,15 +66,6 @@ def test_fused_division(
 
 
 @pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_fused_step_is_counted_only_when_taken(optimizer: str) -> None:
-    ours = setup(GradScaler, optimizer, [floats(1.0)], 0.0)
-    ours.step()
-    for state in ours.optimizer.state.values():
-        if "step" in state:
-            assert state["step"].item() == 0
-
-
-@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
 def test_fused_division_without_elements(optimizer: str) -> None:
     ours = setup(GradScaler, optimizer, [torch.empty(0), torch.empty(2, 0)], 0.0)
     ours.step()
@@ -105,18 +96,6 @@ def test_fused_division_of_16_bit_gradients(
             torch_fails("fused optimizer, division that is not finite", not theirs.untouched())
         else:
             assert_same(ours.values(), theirs.values())
-
-
-@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_fused_quotient_that_only_float16_cannot_hold(optimizer: str) -> None:
-    if not takes_scaled(optimizer, torch.float16):
-        pytest.skip("a kernel that fails its trial: see test_fused_trial.py")
-    # The optimizer uses the float32 quotient, so its step is valid and the same as in torch.
-    ours, theirs = both(optimizer, [floats(5e4, 1.0, dtype=torch.float16)], 0.5)
-    ours.step()
-    theirs.step()
-    assert theirs.finite()
-    assert_same(ours.values(), theirs.values())
 
 
 OWN_SCALES = [
@@ -188,49 +167,6 @@ def test_flags_are_normalised(optimizer: str, value: float, torch_fails: Any) ->
         torch_fails("found_inf that is neither 0 nor 1", not theirs.finite())
     else:
         assert_same(ours.values(), theirs.values())
-
-
-@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_flags_of_two_entries(optimizer: str, torch_fails: Any) -> None:
-    ours, theirs = both(optimizer, [floats(math.inf)])
-    for run in (ours, theirs):
-        run.scaler.unscale_(run.optimizer)
-        run.scaler._found_inf_per_device(run.optimizer)["other"] = torch.tensor(1.0)
-        run.step()
-    assert ours.calls[0][1].item() == 1.0
-    assert ours.untouched()
-    torch_fails("found_inf that is neither 0 nor 1", not theirs.untouched())
-
-
-class Forwarding:
-    """Optimizer wrapper that forwards all attributes, as training libraries use."""
-
-    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
-        object.__setattr__(self, "wrapped", wrapped)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.wrapped, name)
-
-
-@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_nothing_is_left_behind_a_wrapper(optimizer: str) -> None:
-    sides = []
-    for scaler_type in (GradScaler, TorchScaler):
-        wrapped = setup(scaler_type, optimizer, [floats(8.0)], 2.0)
-        wrapped.optimizer = Forwarding(wrapped.optimizer)
-        for _ in range(3):
-            wrapped.step()
-            wrapped.scaler.update()
-            for name in ("grad_scale", "found_inf"):
-                assert not hasattr(wrapped.optimizer.wrapped, name)
-        sides.append(wrapped.values())
-    assert_same(*sides)
 
 
 class Fails(torch.optim.SGD):

@@ -5,56 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
 from support.gradients import parameter_with
 from support.one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler
-from ampfast.optimizers import lacks_momentum
 
 OptState = torch.amp.grad_scaler.OptState
 
 
 def fused_sgd(**options: Any) -> Callable[..., torch.optim.SGD]:
     return lambda params: torch.optim.SGD(params, lr=0.5, fused=True, **options)
-
-
-def test_parameters_that_lack_momentum() -> None:
-    """Parameters with gradients, by their entries in the optimizer's state."""
-    params = [parameter_with(torch.ones(2)) for _ in range(5)]
-    without = parameter_with(torch.ones(2))
-    without.grad = None
-    groups = [{"params": [params[0], without, params[1]]}, {"params": params[2:]}]
-    optimizer = fused_sgd(momentum=0.9)(groups)
-    assert lacks_momentum(optimizer)
-    optimizer.step()
-    assert not lacks_momentum(optimizer)
-    for state in (dict(reversed(optimizer.state.items())), MappingProxyType(optimizer.state)):
-        optimizer.state = state
-        assert not lacks_momentum(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    for param in params:
-        held = optimizer.state[param]["momentum_buffer"]
-        optimizer.state[param]["momentum_buffer"] = None
-        assert lacks_momentum(optimizer)
-        del optimizer.state[param]["momentum_buffer"]
-        assert lacks_momentum(optimizer)
-        optimizer.state[param]["momentum_buffer"] = held
-        assert not lacks_momentum(optimizer)
-    without.grad = torch.ones(2)
-    assert lacks_momentum(optimizer)
-    optimizer.param_groups[0]["momentum"] = 0
-    assert not lacks_momentum(optimizer), "this group has none"
-    del optimizer.state[params[4]]
-    assert lacks_momentum(optimizer)
-    optimizer.param_groups[1]["fused"] = False
-    assert not lacks_momentum(optimizer), "what is not fused is skipped by the host"
 
 
 MOMENTA = [
@@ -95,12 +60,6 @@ def test_fused_sgd_overflows_on_its_first_step(
     assert ours.scaler.get_scale() == plain.scaler.get_scale()
     theirs = run(TorchScaler, fused_sgd(**options))
     torch_fails("fused SGD with momentum, overflow on the first step", not theirs.finite())
-
-
-def test_host_reads_are_counted() -> None:
-    for scaler_type in (GradScaler, TorchScaler):
-        run = setup(scaler_type, "fused_sgd", [floats(1.0)])
-        assert host_reads(run.scaler.get_scale) == 1
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -167,27 +126,3 @@ def test_other_fused_optimizers_never_read_on_the_host(optimizer: str, bad: floa
         assert host_reads(run.scaler.update) == 0
     assert len(run.calls) == 3
     assert run.untouched() == (bad == math.inf)
-
-
-@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_a_wrapped_step_is_called_without_a_wait(optimizer: str) -> None:
-    """As by torch's scaler: a wrapper such as Accelerate's sees every step of a fused optimizer."""
-    kinds = (GradScaler, TorchScaler)
-    runs = [setup(kind, optimizer, [floats(1.0), floats(2.0)]) for kind in kinds]
-    for run in runs:
-        step = run.optimizer.step
-
-        def watched(*args: Any, step: Any = step) -> Any:
-            return step(*args)
-
-        watched.__module__ = "accelerate.optimizer"
-        run.optimizer.step = watched
-        for count, gradient in enumerate((math.inf, 2.0), start=1):
-            run.parameters[1].grad = floats(gradient)
-            if run is runs[0]:
-                assert host_reads(run.step) == 0
-            else:
-                run.step()
-            run.scaler.update()
-            assert len(run.calls) == count
-    assert_same(*(run.parameters for run in runs))

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.gradients import parameter_with
 
-from ampfast import GradScaler, LogMax, distributed
-from ampfast.backends import cpu
+from ampfast import GradScaler, distributed
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -166,14 +165,6 @@ def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
     assert_equal(param, STEPPED)
 
 
-@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
-def test_a_deferred_clip_that_fails_is_none(order: float) -> None:
-    """The optimizer steps by its whole gradients."""
-    scaler, optimizer, param = failed(clip(order, in_place=False, limit=1.0), "fused")
-    scaler.step(optimizer)
-    assert_equal(param, STEPPED)
-
-
 @pytest.mark.filterwarnings("ignore:skip_above had no effect")
 @pytest.mark.parametrize("path", DIVIDING)
 def test_a_norm_that_ranks_do_not_know_skips_the_step(path: str) -> None:
@@ -189,23 +180,6 @@ def test_a_norm_that_ranks_do_not_know_skips_the_step(path: str) -> None:
     assert (scaler.stats().skipped, scaler.stats().spikes) == (1, 0)
 
 
-@pytest.mark.parametrize("call", [GradScaler.step, GradScaler.step_and_update])
-def test_a_check_below_a_limit_may_be_repeated(call: Call) -> None:
-    scaler, optimizer, param = failed(call, "fused", partial(GradScaler, skip_above=1e6))
-    assert_equal(param.grad, SCALE * GRADIENT)
-    call(scaler, optimizer)
-    assert_equal(param, STEPPED)
-
-
-def test_flags_on_which_ranks_could_not_agree_update_nothing() -> None:
-    """A check that wrote nothing leaves no flags of this rank alone."""
-    scaler, _, param = failed(GradScaler.step, "fused")
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        scaler.update()
-    assert scaler.stats().steps == 0
-    assert_equal(param, 1.0)
-
-
 def test_the_users_own_grad_scale() -> None:
     """`step` agrees on the quotients and may be repeated."""
     scaler, optimizer, param = set_up("fused")
@@ -215,31 +189,6 @@ def test_the_users_own_grad_scale() -> None:
     assert_equal(param, 1.0)
     scaler.step(optimizer)
     assert_equal(param, 1.0 - GRADIENT / 0.5)
-
-
-@pytest.mark.parametrize("path", ["plain gradients", "walked"])
-def test_a_pass_that_ends_early_is_agreed_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is skipped on all ranks, unless one call did all of it."""
-    track = "overflow" if path == "walked" else None
-    scaler, optimizer, param = set_up(make=partial(GradScaler, track=track))
-    group = scaler.process_group
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        run(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    is_whole = path == "plain gradients"
-    name = "pass_over" if is_whole else "run"
-    run = getattr(cpu, name)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cpu, name, interrupted)
-        scaler.unscale_(optimizer)
-    assert group.collectives == 0
-    scaler.step(optimizer)
-    assert group.collectives == 1
-    assert_equal(param, STEPPED if is_whole else 1.0)
-    scaler.update()
-    assert (group.collectives, scaler.get_scale()) == (1, SCALE if is_whole else SCALE / 2)
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -266,24 +215,3 @@ def test_what_was_refused_is_not_agreed_on() -> None:
     param.grad = torch.ones(3)
     scaler.step(optimizer)
     assert scaler.process_group.collectives == 1
-
-
-class Larger(Failing):
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
-        assert cast(Any, options).reduceOp == dist.ReduceOp.MAX
-        tensors[0].view(torch.float64)[0] = 7.0
-        return super().allreduce(tensors, options)
-
-
-def test_a_policy_observes_what_ranks_agree_on() -> None:
-    scaler, optimizer, _ = set_up(make=partial(GradScaler, policy=LogMax()), group=Larger())
-    scaler.unscale_(optimizer)
-    assert [each.item() for each in scaler._loss_scale.follower.observed] == [7.0]
-
-
-def test_a_policy_knows_nothing_of_gradients_that_are_agreed_on_again() -> None:
-    make: Any = partial(GradScaler, growth_interval=1, policy=LogMax())
-    scaler, optimizer, _ = failed(GradScaler.unscale_, "plain", make)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2 * SCALE, "torch's rule"

@@ -16,7 +16,7 @@ from support import scalers
 from support.comparison import assert_same
 from support.gradients import parameter_with, sgd_with
 from support.optimizers import FUSED, OPTIMIZERS, Legacy
-from support.scalers import Scaler, TorchScaler
+from support.scalers import Scaler
 
 from ampfast import GradScaler
 
@@ -43,24 +43,6 @@ def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
     for ask in (scaler.found_inf, scaler.step_skipped):
         with pytest.raises(LookupError, match="never checked"):
             ask(optimizer)
-
-
-@pytest.mark.parametrize("was_checked", [False, True])
-def test_a_step_without_gradients_leaves_the_last_check(was_checked: bool) -> None:
-    scaler, optimizer = started(), optimizer_of("sgd", math.inf)
-    if was_checked:
-        step(scaler, optimizer)
-    optimizer.zero_grad()
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)
-    if was_checked:
-        assert scaler.step_skipped(optimizer)
-    else:
-        assert_unknown(scaler, optimizer)
-    other = optimizer_of("sgd")
-    other.zero_grad()
-    scaler.unscale_(other)
-    assert_unknown(scaler, other)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -95,17 +77,6 @@ def test_an_answer_once_given_is_never_rewritten(kind: str) -> None:
     assert [a.item() for a in answers] == [1.0, 0.0, 1.0, 0.0]
     assert len({a.data_ptr() for a in answers}) == 4
     assert all(a._version == 0 or not a._is_view() for a in answers)
-
-
-def test_writing_to_the_answer_changes_nothing() -> None:
-    states = []
-    for scaler in (started(), started(TorchScaler)):
-        scaler.step(optimizer := optimizer_of("sgd", 1.0))
-        if isinstance(scaler, GradScaler):
-            scaler.found_inf(optimizer).fill_(1.0)
-        scaler.update()
-        states.append(scaler.state_dict())
-    assert_same(*states)
 
 
 def test_several_optimizers_and_scalers_are_kept_apart() -> None:
@@ -158,19 +129,6 @@ def namespace(value: float) -> types.SimpleNamespace:
     return types.SimpleNamespace(param_groups=groups, step=lambda: None)
 
 
-@pytest.mark.parametrize("make", [Unhashable, namespace])
-def test_objects_that_are_no_optimizers(make: Any) -> None:
-    scaler = started()
-    good, bad, other = make(1.0), make(math.inf), make(1.0)
-    for _ in range(3):
-        scaler.step(good)
-        scaler.step(bad)
-        assert (scaler.step_skipped(good), scaler.step_skipped(bad)) == (False, True)
-        assert_unknown(scaler, other)
-        scaler.update()
-        assert (scaler.found_inf(good).item(), scaler.found_inf(bad).item()) == (0.0, 1.0)
-
-
 @pytest.mark.parametrize("make", [Unhashable, namespace, lambda value: optimizer_of("sgd", value)])
 def test_ids_that_come_back_say_nothing(make: Any) -> None:
     scaler = started()
@@ -204,20 +162,6 @@ def test_optimizers_and_gradients_are_not_kept_alive(kind: str, update: bool) ->
     assert [ref() for ref in dying] == [None] * 3
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_records_of_the_dead_do_not_pile_up(kind: str) -> None:
-    scaler = started()
-
-    def objects_after(times: int) -> int:
-        for _ in range(times):
-            step(scaler, optimizer_of(kind))
-        gc.collect()
-        return len(gc.get_objects())
-
-    objects_after(3)
-    assert objects_after(100) - objects_after(1) < 50
-
-
 def test_records_follow_no_copy() -> None:
     """A pickled or copied scaler works and has no results of optimizers that it never saw."""
     scaler, optimizer = started(), optimizer_of("sgd", math.inf)
@@ -241,36 +185,6 @@ def test_a_step_that_raised_was_checked(kind: str) -> None:
     assert scaler.found_inf(optimizer).item() == 0.0
 
 
-def test_a_step_that_failed_its_checks_leaves_the_answer() -> None:
-    scaler, optimizer = started(), optimizer_of("sgd", math.inf)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
-        scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer)
-
-
-class Own(GradScaler):
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        flags = {torch.device("cpu"): torch.tensor(1.0)}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-
-
-def test_reports_the_flags_of_an_overridden_unscale() -> None:
-    scaler, optimizer = started(Own), optimizer_of("sgd")
-    scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer)
-
-
-def test_torchs_fused_optimizers_are_handed_the_flag_itself() -> None:
-    """They only read it, and a copy would be one more launch on a GPU."""
-    handed: list[Any] = []
-    scaler, optimizer = started(track="overflow"), optimizer_of("fused_adam")
-    optimizer.register_step_pre_hook(lambda optimizer, *_: handed.append(optimizer.found_inf))
-    scaler.step(optimizer)
-    [flag] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    assert handed[0] is flag
-
-
 @pytest.mark.parametrize("track", [None, "overflow"])
 @pytest.mark.parametrize("value", [1.0, math.inf])
 def test_unscale_alone_tells_whether_the_step_will_be_taken(value: float, track: Any) -> None:
@@ -288,15 +202,6 @@ def test_a_fused_step_without_gradients_found_nothing() -> None:
     assert scaler.found_inf(optimizer).item() == 0
     assert not scaler.step_skipped(optimizer)
     assert scaler.skip_reason(optimizer) is None
-
-
-def test_flags_of_dropped_gradients_count() -> None:
-    scaler, optimizer = started(), optimizer_of("fused_adam", math.inf)
-    scaler.unscale_(optimizer)
-    optimizer.zero_grad()
-    optimizer.grad_scale = torch.tensor(2.0)
-    scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer)
 
 
 @pytest.mark.parametrize("norm", [1.7e25, 1e-30])

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
 from ampfast import fused_trial, optimizers
@@ -132,26 +130,6 @@ def test_the_rounding_of_torchs_kernels_for_gpus_is_no_fault(
     )
 
 
-def test_a_kernel_that_does_not_divide_gets_unscaled_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch, "_fused_sgd_", no_division(torch._fused_sgd_))
-    param, scaler = ones(), ampfast.GradScaler("cpu", 1024.0)
-    optimizer = torch.optim.SGD([param], lr=0.5, fused=True)
-    for in_place in (None, True, False):
-        with torch.no_grad():
-            param.fill_(1)
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if in_place is not None:
-                scaler.clip_grad_norm_(optimizer, 100.0, in_place=in_place)
-            scaler.step(optimizer)
-        scaler.update()
-        assert param.tolist() == [0.5] * 64
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -> None:
@@ -167,83 +145,8 @@ def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -
     assert int((param != 1).sum()) == 40
 
 
-class Subclass(torch.optim.SGD):
-    pass
-
-
-class OwnStep(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("make", "is_tried"),
-    [
-        (lambda p: Subclass([p], fused=True), True),
-        (lambda p: OwnStep([p], fused=True), False),
-        (lambda p: ampfast.master_weights_(torch.optim.SGD([p.bfloat16()], fused=True)), True),
-    ],
-    ids=["inherited step", "own step", "master weights"],
-)
-def test_only_torchs_own_steps_are_tried(
-    make: Callable[[Any], Any], is_tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(fused_trial, "fault_of", lambda *given: asked.append(given))
-    optimizer = make(torch.ones(2))
-    for _ in range(3):
-        assert divides_by_itself(optimizer)
-    assert asked == ([(torch.optim.SGD, torch.float32, CPU)] if is_tried else [])
-
-
-def test_a_model_that_is_converted_is_tried_again() -> None:
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), fused=True)
-    assert divides_by_itself(optimizer)
-    model.bfloat16()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        is_right = fused_trial.fault_of(torch.optim.SGD, torch.bfloat16, CPU) is None
-        assert divides_by_itself(optimizer) == is_right
-
-
 def test_what_cannot_be_tried_is_left_to_its_step() -> None:
     assert divides_by_itself(torch.optim.Adam([torch.ones(2, device="meta")], fused=True))
-
-
-def test_nobody_sees_a_trial() -> None:
-    """No hook, no mode, no random number."""
-    seen: list[Any] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    class Functions(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    hooks = [
-        torch_optimizer.register_optimizer_step_pre_hook(lambda *given: seen.append(given)),
-        torch_optimizer.register_optimizer_step_post_hook(lambda *given: seen.append(given)),
-    ]
-    before = torch.get_rng_state()
-    try:
-        with Mode(), Functions(), torch.device("meta"), torch.inference_mode():
-            seen.clear()
-            for kind in KINDS:
-                assert fused_trial.fault_of(kind, torch.float32, CPU) is None
-            assert seen == []
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_step_that_was_replaced_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +154,3 @@ def test_a_step_that_was_replaced_is_not_tried(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: seen.append(self))
     assert divides_by_itself(torch.optim.SGD([ones()], fused=True))
     assert seen == []
-
-
-def test_a_capture_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = torch.optim.SGD([ones()], fused=True)
-    monkeypatch.setattr(optimizers, "is_capturing", lambda: True)
-    monkeypatch.setattr(torch, "_fused_sgd_", no_step(None))
-    assert divides_by_itself(optimizer)
-    monkeypatch.setattr(optimizers, "is_capturing", lambda: False)
-    with pytest.warns(UserWarning, match="Make the optimizer with fused=False"):
-        assert not divides_by_itself(optimizer)

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support import scalers
-from support.comparison import assert_same
 from support.gradients import parameter_with, sgd_with
 from support.scalers import TorchScaler
-from torch.utils.flop_counter import FlopCounterMode
 
-from ampfast import GradScaler, functional, master_weights_
+from ampfast import GradScaler
 
 
 class Calls(GradScaler):
@@ -134,31 +132,6 @@ def test_the_scaler_refuses_it(
     assert good.grad.tolist() == [2.0] * 3, "unscaled once"
 
 
-@pytest.mark.parametrize("size", [0, 16])
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_the_functions_refuse_it(kind: str, size: int) -> None:
-    good, found, scale = torch.full((3,), 8.0), torch.zeros(()), torch.full((), 4.0)
-    ops = torch.ops.ampfast  # called as by a compiled function
-    calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
-        *((functional.unscale_, (found, scale)), (functional.check_, (found,))),
-        (functional.grad_norm, ()),
-    ]
-    if kind in ("dense", "strided", "behind", "overlapping", "complex"):
-        calls += [(ops.unscale_, (found, scale)), (ops.check_, (found,))]
-        calls.append((ops.grad_norm, (3.0, None)))
-    for call, arguments in calls:
-        with REFUSED:
-            call([good, GRADIENTS[kind](size)], *arguments)
-    assert (good.tolist(), found.item(), scale.item()) == ([8.0] * 3, 0.0, 4.0)
-
-
-def test_a_mode_that_watches_does_not_hide_it() -> None:
-    optimizer = sgd_with(good := torch.full((3,), 8.0), shrunk(torch.ones(3), 4))
-    with FlopCounterMode(display=False), REFUSED:
-        started().unscale_(optimizer)
-    assert good.tolist() == [8.0] * 3
-
-
 def test_memory_that_is_larger_than_needed_or_not_needed_is_fine() -> None:
     grads = [
         torch.ones(40)[28:].view(4, 3),
@@ -256,15 +229,6 @@ def test_a_clip_is_torchs(
     assert params[0].ne(0).any()
 
 
-@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
-def test_the_functions_clip_is_torchs(make: Callable[[], Made]) -> None:
-    params, _ = make()
-    others, _ = make()
-    ours = functional.clip_grad_norm_(params, 0.1)
-    theirs = torch.nn.utils.clip_grad_norm_(others, 0.1)
-    assert_same([ours, *(p.grad for p in params)], [theirs, *(p.grad for p in others)])
-
-
 def test_optimizers_whose_gradients_overlap() -> None:
     make = SHARED["overlapping views"]
     (a, b), _ = make()
@@ -273,31 +237,6 @@ def test_optimizers_whose_gradients_overlap() -> None:
         norm = started(scale=8.0).clip_grad_norm_(optimizers, 1.0)
     expected = by_torch(make, 1.0, 2.0)
     torch.testing.assert_close([norm, a.grad, b.grad], expected, rtol=1e-6, atol=0)
-
-
-def test_an_overflow_skips_the_step() -> None:
-    params, optimizer = SHARED["listed twice"]()
-    params[0].grad[0] = math.inf
-    scaler = started(scale=8.0)
-    with pytest.warns(UserWarning, match="share memory"):
-        assert scaler.clip_grad_norm_(optimizer, 1.0) == math.inf
-    scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer) and params[0].eq(0).all()
-
-
-def test_master_weights_of_a_parameter_that_is_listed_twice() -> None:
-    """16-bit gradients are unscaled once; the float32 gradient counts and is clipped twice."""
-    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    optimizer.param_groups[0]["params"].append(param)
-    optimizer = master_weights_(optimizer)
-    param.grad = torch.tensor([24.0, 32.0], dtype=torch.bfloat16)
-    scaler = started(scale=8.0)
-    with pytest.warns(UserWarning, match="share memory"):
-        norms = [scaler.grad_norm(optimizer), scaler.clip_grad_norm_(optimizer, 1.0)]
-    grad = torch.tensor([3.0, 4.0]) / (50**0.5 + 1e-6) ** 2
-    torch.testing.assert_close(torch.stack(norms), torch.full((2,), 50**0.5))
-    torch.testing.assert_close(param.grad.float(), grad)
 
 
 def test_buckets_are_no_shared_memory() -> None:

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import parameter_with, sgd_with
 from support.outcomes import agree
-from support.scalers import Scaler, TorchScaler, started
+from support.scalers import Scaler, TorchScaler
 from support.twins import side
 
 from ampfast import GradScaler
-from ampfast.backends.core import overrides
-from ampfast.hooks import replace_method
 
 CPU = torch.device("cpu")
 HOOKS = [
@@ -212,17 +209,6 @@ def test_effects_of_hooks_count(behaviour: str, where: str, optimizer: str, at_o
     agree(lambda kind: run(replaced(kind, where, name, hook), optimizer, at_once))
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-@pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
-def test_check_replaced_for_optimizers_that_read_the_scale(optimizer: str, value: float) -> None:
-    def check(original: Hook, self: Any, optimizer: Any) -> Any:
-        flags = {CPU: torch.full((), value)}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-        return flags
-
-    agree(lambda kind: run(replaced(kind, "class", "_check_inf_per_device", check), optimizer))
-
-
 @pytest.mark.parametrize("attribute", ["_scale", "_growth_tracker", "_per_optimizer_states"])
 def test_attributes_may_become_properties(attribute: str) -> None:
     """A subclass may store these elsewhere, as wrappers around several scalers do."""
@@ -233,25 +219,6 @@ def test_attributes_may_become_properties(attribute: str) -> None:
         return run(type("Scaler", (scaler_type,), {attribute: place}), "adam")
 
     agree(use)
-
-
-class Returning(torch.optim.SGD):
-    def step(self, closure: Any = None, factor: float = 1.0) -> list[Any]:
-        super().step()
-        return [closure() if closure else None, factor]
-
-
-def test_arguments_and_results_pass_through_step() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, lambda params: Returning(params, lr=0.1), init_scale=8.0)
-        results = []
-        for arguments, keywords in [((), {}), ((None,), {}), ((lambda: 7,), {"factor": 2.0})]:
-            one.scaler.scale(one.loss(0)).backward()
-            results.append(one.scaler.step(one.optimizer, *arguments, **keywords))
-            one.scaler.update()
-        return [results, one.observe()]
-
-    assert agree(use).value[0] == [[None, 1.0], [None, 1.0], [7, 2.0]]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
@@ -266,69 +233,6 @@ def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
         return run(Filled, optimizer)
 
     agree(use)
-
-
-def test_a_scale_that_is_nowhere_is_an_error() -> None:
-    def use(scaler_type: Scaler) -> None:
-        one = side(scaler_type, "fused_adam")
-        one.scaler.scale(torch.ones(()))
-        one.scaler._get_scale_async = lambda: None
-        one.scaler.step(one.optimizer)
-
-    assert isinstance(agree(use).error, AssertionError)
-
-
-class Told(torch.optim.SGD):
-    def step(self) -> Any:
-        return self.found_inf
-
-
-def test_an_override_without_a_check_gives_torchs_result() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, lambda params: Told(params, lr=0.1, momentum=0.9, fused=True))
-        one.scaler._check_inf_per_device = lambda optimizer: {}
-        one.scaler.scale(one.loss(0)).backward()
-        return one.scaler.step(one.optimizer)
-
-    assert agree(use).value == 0
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "fused_sgd"])
-def test_only_update_uses_what_the_check_of_the_scale_returns(optimizer: str) -> None:
-    def check(original: Hook, self: Any, name: str) -> Any:
-        found = original(self, name)
-        return found if name in ("update", "_check_inf_per_device") else None
-
-    name = "_check_scale_growth_tracker"
-    assert agree(lambda kind: run(replaced(kind, "class", name, check), optimizer)).error is None
-
-
-def test_a_stage_of_its_own_is_not_past_its_turn() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        one = side(scaler_type, init_scale=8.0)
-        one.scaler.scale(one.loss(0)).backward()
-        one.scaler._per_optimizer_states[id(one.optimizer)]["stage"] = None
-        one.scaler.unscale_(one.optimizer)
-        one.scaler.step(one.optimizer)
-        return one.observe()
-
-    assert agree(use).error is None
-
-
-def test_a_new_scale_is_checked_once() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        checks = []
-
-        def check(original: Hook, self: Any, name: str) -> Any:
-            checks.append(name)
-            return original(self, name)
-
-        scaler = replaced(scaler_type, "class", "_check_scale_growth_tracker", check)("cpu")
-        scaler.scale(torch.ones(()))
-        scaler.update(4.0)
-        return checks
-
-    assert agree(use).value == ["update"]
 
 
 PATCHED_BEFORE = """
@@ -358,73 +262,3 @@ assert seen[:2] == seen[2:] and all(seen), seen
 @pytest.mark.slow
 def test_hooks_on_torchs_class_from_before_the_import() -> None:
     subprocess.run([sys.executable, "-c", PATCHED_BEFORE], check=True, timeout=120)
-
-
-class Writing:
-    """Optimizer that writes the flag it is given."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, param: torch.Tensor, value: float) -> None:
-        self.param_groups = [{"params": [param]}]
-        self.value = value
-        self.found_inf = torch.zeros(())
-
-    def step(self) -> None:
-        self.found_inf.fill_(self.value)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("gradient", [1.0, math.inf])
-def test_a_flag_that_the_optimizer_writes_is_its_own(backend: str, gradient: float) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler = scaler_type("cpu", **({"backend": backend} if scaler_type is GradScaler else {}))
-        param = parameter_with(torch.full((3,), gradient))
-        scaler.scale(torch.ones(()))
-        scaler.step(Writing(param, float(gradient == 1.0)))
-        scaler.update()
-        return scaler.get_scale()
-
-    assert agree(use).error is None
-
-
-@pytest.mark.parametrize("method", ["unscale_", "step", "grad_norm"])
-def test_a_scale_that_nobody_made_is_an_error(method: str) -> None:
-    def use(scaler_type: Scaler) -> None:
-        class Unchecked(scaler_type):
-            def _check_scale_growth_tracker(self, name: str) -> Any:
-                return None
-
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-        getattr(Unchecked("cpu"), method)(optimizer)
-
-    if method == "grad_norm":  # ours alone
-        with pytest.raises(AssertionError, match="_scale is None in grad_norm"):
-            use(GradScaler)
-    else:
-        assert isinstance(agree(use).error, AssertionError)
-
-
-class Calls(GradScaler):
-    def _unscale_grads_(self, *args: Any) -> Any:
-        return super()._unscale_grads_(*args)
-
-
-@pytest.mark.parametrize("kind", [TorchScaler, GradScaler, Calls])
-def test_an_entry_has_torchs_keys_alone(kind: Scaler) -> None:
-    """Also behind an override, whose call is marked meanwhile."""
-    scaler, optimizer = started(kind), sgd_with(torch.ones(2))
-    scaler.unscale_(optimizer)
-    assert set(scaler._per_optimizer_states[id(optimizer)]) == {"stage", "found_inf_per_device"}
-
-
-@pytest.mark.parametrize("name", ["unscale_", "step", "update", "_maybe_opt_step"])
-def test_a_method_that_is_watched_is_no_hook(name: str) -> None:
-    original = vars(GradScaler)[name]
-    replace_method(GradScaler, name, functools.wraps(original)(lambda *args: original(*args)))
-    try:
-        scaler = GradScaler("cpu")
-        assert not any(overrides(scaler, methods) for methods in GradScaler._originals)
-    finally:
-        replace_method(GradScaler, name, original)
-    assert not any(overrides(scaler, methods) for methods in GradScaler._originals)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampfast import GradScaler, StepGuard
-from ampfast.grad_scaler import OptState
+from ampfast import GradScaler
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -80,20 +79,6 @@ def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
         with pytest.raises(UserWarning, match="perhaps too large by the factor of the scale"):
             scaler.step(model.optimizer)
     assert model.params[0].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("overrides", [False, True])
-def test_a_step_that_raises_for_want_of_checks_does_not_warn(overrides: bool) -> None:
-    scaler, model = (ByTorch if overrides else GradScaler)("cpu"), Model()
-
-    def program() -> None:
-        scaler.scale(model.loss())
-        for _ in range(2):
-            with pytest.raises(AssertionError, match="No inf checks"):
-                scaler.step(model.optimizer)
-            scaler.scale(model.loss()).backward()
-
-    assert warned(program) == []
 
 
 @KINDS
@@ -182,67 +167,3 @@ def test_a_closure_that_scales_its_loss_warns_once(
     with pytest.warns(UserWarning, match="within the step") as caught:
         train()
     assert [each.filename for each in caught] == [__file__]
-
-
-def test_a_closure_that_only_evaluates_warns_of_nothing() -> None:
-    scaler, model = GradScaler("cpu"), Model()
-
-    def train() -> None:
-        for _ in range(2):
-            model.optimizer.zero_grad()
-            scaler.scale(model.loss()).backward()
-            scaler.step(model.optimizer, lambda: scaler.scale(model.loss()).detach())
-            scaler.update()
-
-    assert warned(train) == []
-
-
-def test_a_guard_has_no_scale_to_warn_of() -> None:
-    guard, model = StepGuard("cpu"), Model()
-
-    def program() -> None:
-        for _ in range(2):
-            guard.scale(model.loss()).backward()
-            guard.unscale_(model.optimizer)
-            guard.scale(model.loss()).backward()
-            guard.step(model.optimizer)
-            guard.update()
-
-    assert warned(program) == []
-
-
-def test_ordinary_losses_get_no_hook() -> None:
-    scaler, model = GradScaler("cpu"), Model()
-    for _ in range(2):
-        scaled = scaler.scale(model.loss())
-        assert scaled._backward_hooks is None
-        scaled.backward()
-        scaler.unscale_(model.optimizer)
-        scaler.step(model.optimizer)
-        assert scaler.scale(model.loss())._backward_hooks is None
-        scaler.update()
-
-
-@pytest.mark.parametrize("flags", [True, False])
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_a_stage_that_was_set_back_unscales_again(is_hooked: bool, flags: bool) -> None:
-    class Hooked(GradScaler):
-        def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._unscale_grads_(*args, **kwargs)
-
-    scaler, model = (Hooked if is_hooked else GradScaler)("cpu"), Model()
-
-    def program() -> None:
-        scaler.scale(model.loss()).backward()
-        scaler.unscale_(model.optimizer)
-        model.optimizer.zero_grad()
-        scaler.scale(model.loss()).backward()
-        entry = scaler._per_optimizer_states[id(model.optimizer)]
-        entry["stage"] = OptState.READY
-        if not flags:
-            entry["found_inf_per_device"] = {}
-        scaler.step(model.optimizer)
-        scaler.update()
-
-    assert warned(program) == []
-    assert all(param.grad.eq(2).all() for param in model.params)

@@ -106,25 +106,6 @@ def test_the_error_has_counts_and_report() -> None:
     training.step(math.inf)
 
 
-def test_a_count_that_arrives_late_ends_no_training_that_went_on() -> None:
-    class Late:
-        """Copies as of a GPU, of which each arrives in the next step."""
-
-        numbers: list[int] | None = None
-
-        def latest(self, tensor: torch.Tensor, waits: bool = False) -> list[int] | None:
-            arrived, self.numbers = self.numbers, tensor.tolist()
-            return arrived
-
-    training = Training("plain", max_skips=2)
-    training.scaler._skip_limit._copies = Late()
-    training.step(math.inf)
-    training.step(math.inf)
-    with pytest.raises(FloatingPointError):
-        training.step(math.inf)
-    training.step(1.0)
-
-
 def test_the_error_tells_why_it_has_no_report() -> None:
     """It is no other error, for which a handler would not be made."""
 
@@ -144,11 +125,6 @@ def test_the_error_tells_why_it_has_no_report() -> None:
         training.step(math.inf)
 
 
-def test_without_tracking_the_error_tells_how_to_know_more() -> None:
-    with pytest.raises(FloatingPointError, match="made with track='overflow' names"):
-        Training("plain", max_skips=1).step(math.nan)
-
-
 def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
     training = Training("plain", max_skips=2)
     training.step(1.0)
@@ -159,15 +135,6 @@ def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
             training.step(math.inf)
         training.scaler.load_state_dict(good)
         assert training.scaler.stats().consecutive_skips == 0
-
-
-def test_a_scale_that_is_set_is_no_skipped_step() -> None:
-    training = Training("plain", max_skips=2)
-    training.step(math.inf)
-    training.param.grad = torch.full((3,), math.inf)
-    training.scaler.scale(torch.ones(()))
-    training.scaler.step(training.optimizer)
-    training.scaler.update(4.0)
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,12 @@ from support.scale_model import (
     random_steps,
     update_of,
 )
-from support.scalers import started
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
-from ampfast import GradScaler, LogMax, loss_scale, policies
+from ampfast import GradScaler, LogMax, policies
 from ampfast.backends import cpu, torch_ops
-from ampfast.backends.core import SPIKE_BOUND, Update, state_layout
-from ampfast.loss_scale import Limits, LossScale
+from ampfast.backends.core import SPIKE_BOUND
+from ampfast.loss_scale import LossScale
 
 
 class Loop:
@@ -119,21 +117,6 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert_state(loop.scaler._loss_scale, model)
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        return op(*args, **(kwargs or {}))
-
-
-def test_steps_under_a_dispatch_mode_are_counted() -> None:
-    values = (1.0, math.inf, math.inf, math.inf)
-    apart = Loop(min_scale=3.0, growth_interval=1).steps(*values)
-    watched = Loop(min_scale=3.0, growth_interval=1)
-    with Watching():
-        watched.steps(*values)
-    assert watched.scaler.stats() == apart.scaler.stats()
-    assert watched.scaler.get_scale() == 3.0
-
-
 def test_history() -> None:
     loop = Loop(growth_interval=2)
     assert len(loop.scaler.history()) == 0
@@ -199,16 +182,6 @@ def test_a_scale_that_is_set(backend: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert loop.scaler.history().skipped.tolist() == [True, False]
 
 
-def test_a_step_that_raises_is_not_counted() -> None:
-    loop = Loop().steps(1.0)
-    before = loop.scaler.stats()
-    loop.optimizer.step = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        loop.step(riding=True)
-    assert loop.scaler.stats() == before
-    assert len(loop.scaler.history()) == 1
-
-
 # Minimum
 
 
@@ -247,69 +220,6 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
     loop.step(1.0)
     with pytest.warns(UserWarning, match="1 step was skipped"):
         loop.step(math.inf)
-
-
-def skipping(on_min_scale: str, skips: int) -> LossScale:
-    """State after that many skipped steps in a row at the minimum."""
-    state = LossScale(Limits(min_scale=1.0), on_min_scale)
-    words = state.words_on(torch.device("cpu"))
-    for word in ("STEPS", "SKIPPED", "CONSECUTIVE_SKIPS", "SKIPS_AT_MINIMUM"):
-        words[getattr(state_layout, word)] = skips
-    return state
-
-
-def test_what_is_told_of_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FloatingPointError, match="at its minimum"):
-        skipping("raise", 1).stats(torch.tensor(1.0), torch.tensor([0], dtype=torch.int32))
-    state = skipping("warn", 4)
-    with pytest.warns(UserWarning, match="4 steps in a row"):
-        state.check_min_scale()
-    # As where the scale is set, which restarts the watch.
-    state.reset_minimum()
-    assert state.on_min_scale == "warn"
-    state.words[state_layout.SKIPS_AT_MINIMUM] = 1
-    state.words[state_layout.CONSECUTIVE_SKIPS] = 5
-    with pytest.warns(UserWarning, match="5 steps in a row"):
-        state.check_min_scale()
-    # Neither before the start nor under capture.
-    LossScale(Limits(min_scale=1.0), "raise").check_min_scale()
-    state = skipping("raise", 1)
-    monkeypatch.setattr(loss_scale, "is_capturing", lambda: True)
-    state.check_min_scale()
-
-
-def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
-    loop = Loop(min_scale=1.0, on_min_scale="raise", hysteresis=3).steps(math.inf)
-    assert Loop().words is not None, "made with the scale, before a capture"
-    skips = [state_layout.CONSECUTIVE_SKIPS, state_layout.SKIPS_AT_MINIMUM]
-    loop.words[skips] = 1
-    loop.scaler.update(4.0)
-    assert loop.scaler.stats().skipped == 1
-    loop.param.grad = torch.ones(3)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update(2.0)
-    assert loop.scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 2
-    # So does a checkpoint.
-    loop.words[skips] = 1
-    loop.scaler.load_state_dict(loop.scaler.state_dict())
-    assert loop.scaler.stats().steps == 2
-
-
-@pytest.mark.parametrize("on_min_scale", ["ignore", "warn"])
-def test_silent_above_the_minimum(on_min_scale: str) -> None:
-    loop = Loop(min_scale=1.0, on_min_scale=on_min_scale)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loop.steps(*[math.inf] * (3 if on_min_scale == "warn" else 9))
-    assert loop.scaler.get_scale() == 1.0
-
-
-def test_the_default_reaches_zero_as_torchs() -> None:
-    ours, theirs = Loop(init_scale=1e-44), Loop(init_scale=1e-44)
-    theirs.scaler = started(torch.amp.GradScaler, 1e-44)
-    for _ in range(4):
-        assert ours.steps(math.inf).scaler._scale == theirs.steps(math.inf).scaler._scale
-    assert ours.scaler._scale == 0.0
 
 
 # Static scale
@@ -370,14 +280,6 @@ ABOVE = "_scale must be above 0 and finite"
 def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool) -> None:
     with pytest.raises(error, match=message):
         GradScaler("cpu", enabled=enabled, **arguments)
-
-
-def test_torch_takes_flags_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, one = object(), torch.ones(())
-    monkeypatch.setattr(torch_ops, "moved", lambda flag, _: one if flag is there else flag)
-    scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
-    torch_ops.update(Update(scale, tracker, [torch.zeros(()), there], 2.0, 0.5, 1))
-    assert scale.item() == 4.0
 
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
@@ -441,18 +343,6 @@ def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsR
     assert not recwarn
 
 
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_a_limit_does_not_move_the_scale_the_wrong_way(backend: str) -> None:
-    loop = Loop(backend=backend, growth_interval=1, min_scale=4.0, max_scale=16.0)
-    for before, value, after in (
-        *((1.0, math.inf, 1.0), (None, 1.0, 2.0)),
-        *((64.0, 1.0, 64.0), (None, math.inf, 32.0)),
-    ):
-        if before is not None:
-            loop.scaler.update(before)
-        assert loop.steps(value).scaler.get_scale() == after
-
-
 def test_torchs_checkpoints_refill_the_hysteresis() -> None:
     scaler = Loop(**POLICY).steps(math.inf).scaler
     scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=16.0).state_dict())
@@ -500,17 +390,6 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
     assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.parametrize("tracker", [3, 2, 0, -1, -63, 1 - 2**31, 4, -(2**31), True, 1.0, None])
-def test_trackers_of_a_checkpoint(tracker: Any) -> None:
-    limits = Limits(hysteresis=3)
-    entry = {**limits.settings(), "hysteresis_tracker": tracker}
-    if type(tracker) is int and -(2**31) < tracker < 4:
-        assert limits.require_loadable(entry) == tracker
-        return
-    with pytest.raises(ValueError, match="hysteresis_tracker must be an int"):
-        limits.require_loadable(entry)
-
-
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "copy"])
@@ -532,11 +411,3 @@ def test_counters_survive_copies(how: str, inference: bool, backend: str) -> Non
     assert kept.state_dict()["ampfast"]["hysteresis_tracker"] == 2
     assert copied.state_dict()["ampfast"]["hysteresis_tracker"] == 1
     copied.load_state_dict(kept.state_dict())
-
-
-def test_torchs_pickle_has_counters_from_zero() -> None:
-    loop = Loop()
-    loop.scaler = GradScaler.__new__(GradScaler)
-    loop.scaler.__setstate__(torch.amp.GradScaler("cpu", init_scale=2.0).__getstate__())
-    loop.scaler.scale(torch.zeros(()))
-    assert loop.steps(1.0).scaler.stats().steps == 1

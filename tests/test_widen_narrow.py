@@ -101,15 +101,6 @@ def test_narrow_special_bits(capability: str, dtype: torch.dtype) -> None:
     check_narrow([torch.full(masters.shape, 77.0, dtype=dtype)], [masters])
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_narrowed_pattern_is_itself(capability: str, dtype: torch.dtype) -> None:
-    values = all_patterns(dtype)
-    values = values[~values.isnan()]
-    back = torch.zeros_like(values)
-    narrow_([back], [values.float()])
-    assert torch.equal(back.view(torch.int16), values.view(torch.int16))
-
-
 @pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_layouts(capability: str, dtype: torch.dtype, layout: str) -> None:
@@ -158,12 +149,6 @@ def test_chunks_and_threads(capability: str, dtype: torch.dtype, count: int, bad
             grads[-1][place] = 0
 
 
-def test_both_dtypes_in_one_list(capability: str) -> None:
-    grads = [torch.randn(37).to(HALVES[i % 2]) for i in range(9)]
-    check_widen(grads, 1 / 3)
-    check_narrow(grads, [torch.randn(37) for _ in grads])
-
-
 @pytest.mark.parametrize("found", [0.0, 1.0, math.nan])
 def test_a_set_flag_keeps_the_parameters(capability: str, found: float) -> None:
     for dtype in HALVES:
@@ -171,12 +156,6 @@ def test_a_set_flag_keeps_the_parameters(capability: str, found: float) -> None:
         master_weights.narrow_on_devices([params], [torch.ones(2**16)], flag(found))
         expected = all_patterns(dtype) if found else torch.ones(2**16, dtype=dtype)
         assert torch.equal(params.view(torch.int16), expected.view(torch.int16))
-
-
-def test_a_flag_that_is_set_stays() -> None:
-    found = flag(1.0)
-    widen_([torch.zeros(3)], [torch.ones(3, dtype=torch.bfloat16)], found, 1.0)
-    assert found.item() == 1
 
 
 def test_torchs_own_ops_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,20 +166,6 @@ def test_torchs_own_ops_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         check_narrow(params, [masters], narrow_on_devices)
     test_a_set_flag_keeps_the_parameters("", 1.0)
     test_a_set_flag_keeps_the_parameters("", 0.0)
-
-
-def test_versions_are_bumped() -> None:
-    param = torch.zeros(3, dtype=torch.float16)
-    narrow_on_devices([param], [torch.zeros(3)])
-    assert param._version == 1
-
-
-def test_empty_lists() -> None:
-    found = flag()
-    widen_([], [], found, 1.0)
-    narrow_([], [])
-    master_weights.narrow_on_devices([], [], found)
-    assert found.item() == 0
 
 
 def test_freed_memory_is_refused() -> None:

@@ -76,17 +76,6 @@ def test_the_group_is_the_given_one(world: dist.ProcessGroup) -> None:
     assert "_ranks" not in started(process_group=None).__getstate__()
 
 
-def test_ranks_are_checked(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(distributed, "require_same", lambda *args: asked.append(args))
-    scaler = started(process_group=world, allow_fp16=True, track="overflow")
-    scaler.check_ranks()
-    [(settings, others)] = asked
-    assert others.group is world
-    assert settings["allow_fp16"] is True and settings["track"] == "overflow"
-    assert settings["scale"] == 8.0
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("says", ["good", "bad"])
@@ -182,13 +171,6 @@ def test_without_a_group_distributed_gradients_alone_are_agreed_on(
         assert scaler.get_scale() == scale
 
 
-@pytest.mark.usefixtures("world")
-def test_health_is_that_of_local_shards() -> None:
-    values = torch.tensor([[2.0**-20, 1e6, 0.0]]).expand(4, 3).contiguous()
-    [row] = started().health(distributed_optimizer("plain", values)).parameters
-    assert (row.elements, row.zeros, row.subnormal, row.overflowing) == (12, 4, 4, 4)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_agrees_with_itself_without_a_collective(kind: str, world: Any) -> None:
     scaler, optimizer = started(process_group=world), optimizer_of(kind, 4)
@@ -197,24 +179,6 @@ def test_one_rank_agrees_with_itself_without_a_collective(kind: str, world: Any)
         scaler.step_and_update(optimizer)
     assert not [event.name for event in profile.events() if "all_reduce" in event.name]
     assert scaler.get_scale() == 16.0
-
-
-def test_disabled_scalers_agree_in_a_world(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    reduce = distributed.Group.all_reduce_
-    spied = lambda *given: (sent.append(given), reduce(*given))  # noqa: E731
-    monkeypatch.setattr(distributed.Group, "all_reduce_", spied)
-    for group, times in ((None, 0), (world, 1)):
-        sent.clear()
-        scaler = GradScaler("cpu", enabled=False, process_group=group)
-        assert scaler.grad_norm(optimizer_of("plain", 4)).item() == 2.0
-        assert len(sent) == times
-
-
-def test_a_disabled_scaler_measures_alone_without_a_world() -> None:
-    scaler = GradScaler("cpu", enabled=False)
-    scaler._is_for_all = True
-    assert scaler.grad_norm(optimizer_of("plain", 4)).item() == 2.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
