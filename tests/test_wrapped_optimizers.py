@@ -38,12 +38,6 @@ class Property(Wrapper):
     _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)
 
 
-class SlottedProperty:
-    __slots__ = ("found_inf", "grad_scale", "inner")
-    __init__, step, param_groups = Wrapper.__init__, Wrapper.step, Property.param_groups
-    _step_supports_amp_scaling = Property._step_supports_amp_scaling
-
-
 class PropertyOfOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = Property._step_supports_amp_scaling
 
@@ -71,29 +65,18 @@ class CopyingOne(Property):
         self._step_supports_amp_scaling = inner._step_supports_amp_scaling
 
 
-class Imitating(Copying):
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner)
-        bases = type(self), type(inner)
-        self.__class__ = type(f"Imitating{type(inner).__name__}", bases, {})  # type: ignore[assignment]
-
-
 class CopyingBeside(torch.optim.SGD):
     """Has the attributes of the other one, which it holds in a container."""
 
-    def __init__(self, inner: torch.optim.Optimizer, container: type = tuple) -> None:
-        vars(self).update(vars(inner), held={0: inner} if container is dict else container([inner]))
+    def __init__(self, inner: torch.optim.Optimizer, container: Any = None) -> None:
+        vars(self).update(vars(inner), held=container or (inner,))
 
     def step(self) -> object:  # type: ignore[override]
         return self.held[0].step()
 
 
-def copying_beside_list(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return CopyingBeside(inner, list)
-
-
 def copying_beside_dict(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return CopyingBeside(inner, dict)
+    return CopyingBeside(inner, {0: inner})
 
 
 class Sharing(Wrapper):
@@ -114,9 +97,8 @@ def bound(inner: Any) -> Any:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, Property, SlottedProperty, PropertyOfOptimizer, Copying, CopyingOne),
-    *(Imitating, Sharing, hiding, bound),
-    *(CopyingBeside, copying_beside_list, copying_beside_dict),
+    *(Delegating, Slotted, Property, PropertyOfOptimizer, Copying, CopyingOne),
+    *(Sharing, hiding, bound, CopyingBeside, copying_beside_dict),
 ]
 
 
@@ -150,36 +132,17 @@ class OfClass(torch.optim.Optimizer):
                     param -= 0.125 * param.grad / (self.grad_scale or 1)
 
 
-class OfSlot:
-    __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "param_groups")
-    step = OfClass.step
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.param_groups, self._step_supports_amp_scaling = inner.param_groups, True
-
-
-class OfProperty(OfClass):
-    _step_supports_amp_scaling = property(lambda self: True)  # type: ignore[assignment]
-
-
 class Subclass(torch.optim.SGD):
-    pass
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, fused=True)
 
 
-def subclass(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return Subclass(inner.param_groups, fused=True)
+def itself(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return inner
 
 
 DIVIDING: list[Callable[[Any], Any]] = [
-    *(
-        lambda inner: inner,
-        subclass,
-        Forwarding,
-        OfClass,
-        OfSlot,
-        OfProperty,
-        ampfast.master_weights_,
-    )
+    *(itself, Subclass, Forwarding, OfClass, ampfast.master_weights_)
 ]
 
 
