@@ -1,4 +1,4 @@
-"""Subclasses, instances and optimizers with overridden methods, as in projects around torch."""
+"""Subclasses and instances with overridden methods, as in projects around torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,11 @@ from support.twins import side
 from ampfast import GradScaler
 
 CPU = torch.device("cpu")
+OptState = torch.amp.grad_scaler.OptState
 HOOKS = [
-    "_unscale_grads_",
-    "_maybe_opt_step",
-    "_check_inf_per_device",
-    "_found_inf_per_device",
-    "_check_scale_growth_tracker",
-    "_lazy_init_scale_growth_tracker",
-    "_get_scale_async",
-    "_get_growth_tracker",
-    "get_scale",
-    "scale",
-    "unscale_",
-    "step",
-    "update",
+    *("_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device", "_found_inf_per_device"),
+    *("_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker", "_get_scale_async"),
+    *("_get_growth_tracker", "get_scale", "scale", "unscale_", "step", "update"),
 ]
 
 
@@ -86,20 +77,23 @@ def kind_of(argument: Any) -> Any:
     return "dict" if isinstance(argument, dict) else type(argument).__name__
 
 
+def recording(calls: list[Any]) -> Hook:
+    def hook(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
+        # The bits identify a loss; other calls are shown with inv_scale and found_inf.
+        calls.append([[kind_of(a) for a in args], sorted(kwargs), tensors])
+        return original(self, *args, **kwargs)
+
+    return hook
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "fused_adam"])
 @pytest.mark.parametrize("where", ["class", "instance"])
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_is_called_as_often_as_torch_calls_it(name: str, where: str, optimizer: str) -> None:
     def use(scaler_type: Scaler) -> Any:
         calls: list[Any] = []
-
-        def recording(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-            tensors = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
-            # The bits identify a loss; other calls are shown with inv_scale and found_inf.
-            calls.append([[kind_of(a) for a in args], sorted(kwargs), tensors])
-            return original(self, *args, **kwargs)
-
-        return [run(replaced(scaler_type, where, name, recording), optimizer), calls]
+        return [run(replaced(scaler_type, where, name, recording(calls)), optimizer), calls]
 
     _, calls = agree(use).value
     if name not in ("_found_inf_per_device", "_get_growth_tracker", "get_scale"):
@@ -108,9 +102,11 @@ def test_a_hook_is_called_as_often_as_torch_calls_it(name: str, where: str, opti
 
 
 def _flags_of(value: float) -> Hook:
-    def flags(original: Hook, *args: Any) -> dict[torch.device, torch.Tensor]:
-        original(*args)
-        return {CPU: torch.full((), value)}
+    def flags(original: Hook, self: Any, optimizer: Any, *args: Any) -> dict[Any, torch.Tensor]:
+        original(self, optimizer, *args)
+        flags = {CPU: torch.full((), value)}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
 
     return flags
 
@@ -123,32 +119,14 @@ def _reduced(original: Hook, *args: Any) -> Any:
     return found
 
 
-def _keyed_by_text(original: Hook, *args: Any) -> Any:
-    return {str(device): flag for device, flag in original(*args).items()}
-
-
-def _allows_half(original: Hook, *args: Any) -> Any:
-    # torch.distributed.fsdp and several research codes pass True to accept fp16 gradients.
-    return original(*args[:-1], True)
-
-
 def _by_hand(
     original: Hook, self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow: bool
 ) -> Any:
-    for p in parameters(optimizer):
+    for p in optimizer.param_groups[0]["params"]:
         if not torch.isfinite(p.grad).all():
             found_inf.fill_(1.0)
         p.grad.mul_(inv_scale)
     return {found_inf.device: found_inf}
-
-
-def _always_steps(original: Hook, self: Any, optimizer: Any, state: Any, *args: Any) -> Any:
-    return optimizer.step(*args)
-
-
-def _quarter(original: Hook, self: Any) -> torch.Tensor | None:
-    value = original(self)
-    return None if value is None else value * 4
 
 
 def _no_growth(original: Hook, self: Any, *new_scale: Any) -> None:
@@ -166,33 +144,43 @@ def _half_start(original: Hook, self: Any, dev: Any) -> None:
 
 def _own_unscale(original: Hook, self: Any, optimizer: Any) -> None:
     # Unscales and writes the record itself, without the original.
-    for p in parameters(optimizer):
-        p.grad.div_(self._scale)
-    finite = all(torch.isfinite(p.grad).all() for p in parameters(optimizer))
+    found = torch.zeros(())
+    found_inf = _by_hand(original, self, optimizer, 1 / self._scale, found, False)
     state = self._per_optimizer_states[id(optimizer)]
-    state["found_inf_per_device"] = {CPU: torch.tensor(0.0 if finite else 1.0)}
-    state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
+    state["found_inf_per_device"], state["stage"] = found_inf, OptState.UNSCALED
+
+
+def _used_by_update_alone(original: Hook, self: Any, name: str) -> Any:
+    found = original(self, name)
+    return found if name in ("update", "_check_inf_per_device") else None
 
 
 def _raises(*args: Any, **kwargs: Any) -> Any:
     raise ArithmeticError("the hook was reached")
 
 
-def parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
+UNSCALE, CHECK = "_unscale_grads_", "_check_inf_per_device"
 BEHAVIOURS: dict[str, tuple[str, Hook]] = {
-    "flags always 1": ("_unscale_grads_", _flags_of(1.0)),
-    "flags always 0": ("_unscale_grads_", _flags_of(0.0)),
-    "flags reduced": ("_unscale_grads_", _reduced),
-    "flags keyed by text": ("_unscale_grads_", _keyed_by_text),
-    "no flags": ("_unscale_grads_", lambda *args, **kwargs: {}),
-    "fp16 allowed": ("_unscale_grads_", _allows_half),
-    "unscaled by hand": ("_unscale_grads_", _by_hand),
-    "always steps": ("_maybe_opt_step", _always_steps),
-    "never steps": ("_maybe_opt_step", lambda *args, **kwargs: None),
-    "another scale": ("_get_scale_async", _quarter),
+    **{f"{hook}: flags 1": (hook, _flags_of(1.0)) for hook in (UNSCALE, CHECK)},
+    **{f"{hook}: flags 0": (hook, _flags_of(0.0)) for hook in (UNSCALE, CHECK)},
+    **{f"{hook}: no flags": (hook, lambda *args, **kwargs: {}) for hook in (UNSCALE, CHECK)},
+    "flags reduced": (UNSCALE, _reduced),
+    "flags keyed by text": (
+        UNSCALE,
+        lambda original, *args: {str(device): flag for device, flag in original(*args).items()},
+    ),
+    # torch.distributed.fsdp and several research codes pass True to accept fp16 gradients.
+    "fp16 allowed": (UNSCALE, lambda original, *args: original(*args[:-1], True)),
+    "unscaled by hand": (UNSCALE, _by_hand),
+    "always steps": ("_maybe_opt_step", lambda _, self, it, state, *args: it.step(*args)),
+    "never steps": ("_maybe_opt_step", _nothing),
+    "another scale": ("_get_scale_async", lambda original, self: original(self) * 4),
+    "no scale": ("_get_scale_async", _nothing),
+    "no scale checked": ("_check_scale_growth_tracker", _used_by_update_alone),
     "update undone": ("update", _no_growth),
     "another start": ("_lazy_init_scale_growth_tracker", _half_start),
     "unscale_ of its own": ("unscale_", _own_unscale),
