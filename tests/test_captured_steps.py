@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,7 @@ from support.gradients import parameter_with
 from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler, started
 
-from ampfast import GradScaler, Sigmas, capture, grad_scaler
-from ampfast.backends import scalars
+from ampfast import GradScaler, capture, grad_scaler
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -58,46 +56,6 @@ def test_replays_are_torchs_eager_steps(capturing: Capturing, kind: str, calls: 
 @pytest.mark.parametrize("kind", SKIPPABLE)
 def test_replays_clip_as_eager_steps(capturing: Capturing, kind: str) -> None:
     assert_replays_are_eager(capturing, kind, clip_then_step, GradScaler)
-
-
-def clipping(capturing: Capturing, **arguments: Any) -> list[Callable[..., Any]]:
-    """Loads norms, replays a captured step that has a limit, and returns its norms."""
-    training = trained()
-    scaler, optimizer = training.scaler, training.optimizer
-
-    def clip_and_step() -> None:
-        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4, **arguments))
-        training.step()
-
-    clip_and_step()
-    with capturing.of(scaler) as graph:
-        clip_and_step()
-
-    def load(norms: Any) -> None:
-        saved = scaler.state_dict()
-        saved["ampfast"]["norms"] = [norms]
-        scaler.load_state_dict(saved)
-
-    def replay() -> str | None:
-        training.feed(1)
-        optimizer.zero_grad(set_to_none=False)
-        training.backward()
-        graph.replay()
-        return scaler.skip_reason(optimizer)
-
-    return [load, replay, lambda: scaler.state_dict()["ampfast"]["norms"][0]]
-
-
-def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
-    load, replay, kept = clipping(capturing)
-    for last, reason in ((1.0, "spike"), (1e6, None)):
-        norms = [1e-3, last, 1e-3, last]
-        load(norms)
-        assert replay() == reason
-        if reason:
-            assert kept() == {"norms": norms, "spikes": 1}
-        else:
-            assert kept()[:3] == norms[1:] and kept()[-1] not in (1e-3, last)
 
 
 # Calls that capture a step, each of which fails in turn
@@ -160,21 +118,6 @@ def test_the_body_is_the_step_alone_and_ends_when_it_raises(
     training.params[0].grad.fill_(torch.inf)
     graph.replay()
     assert after.item() == 1.0, "outside of the body"
-
-
-def test_an_update_that_rides_is_undone_when_the_step_raises(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = trained()
-    before = [training.scaler._scale.clone(), training.scaler._growth_tracker.clone()]
-    with capturing.of(training.scaler) as graph:
-        monkeypatch.setattr(training.optimizer, "step", lambda: graph.note("step"))
-        graph.fails = "step"
-        with pytest.raises(RuntimeError, match=r"^step fails$"):
-            training.step(together=True)
-    training.params[0].grad.fill_(torch.inf)
-    graph.replay()
-    assert [training.scaler._scale, training.scaler._growth_tracker] == before
 
 
 # Refused before anything else
@@ -297,39 +240,6 @@ def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], N
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):
         getattr(scaler, name)(*arguments)
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
-
-
-class Arrival:
-    has_come = False
-
-    def query(self) -> bool:
-        return self.has_come
-
-    def synchronize(self) -> None:
-        self.has_come = True
-
-
-def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: list[Any] = []
-
-    def copy(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
-        ways.append((counters.clone(), None if len(ways) == 2 else Arrival()))
-        return ways[-1]
-
-    monkeypatch.setattr(scalars, "copy_to_host_async", copy)
-    copies = scalars.HostCopies()
-    for value, comes, arrived, count in (
-        *((1, None, None, 1), (2, None, None, 1)),
-        *((3, 0, [1], 2), (4, None, None, 2)),
-        *((5, 1, [3], 3), (6, None, [5], 4)),
-    ):
-        if comes is not None:
-            ways[comes][1].has_come = True
-        assert copies.latest(torch.tensor([value]).as_subclass(Counted)) == arrived
-        assert len(ways) == count
-    assert copies.latest(torch.tensor([7]).as_subclass(Counted), waits=True) == [6]
-    assert pickle.loads(pickle.dumps(copies))._pending is None
-    assert scalars.HostCopies().latest(torch.tensor([7])) == [7]
 
 
 @pytest.mark.slow

@@ -95,41 +95,6 @@ def test_a_kernel_that_ignores_what_it_is_told(
         ampfast.sync_free_(kind([ones()]))
 
 
-def adam_of_a_gpu(
-    params: list[Any],
-    grads: list[Any],
-    firsts: list[Any],
-    seconds: list[Any],
-    *rest: Any,
-    **options: Any,
-) -> None:
-    """torch's fused Adam as its CUDA kernel computes it: betas and bias corrections in float32."""
-    _, steps = rest
-    beta1, beta2 = (torch.tensor(options[name]) for name in ("beta1", "beta2"))
-    scale, found = options["grad_scale"], options["found_inf"]
-    if found is not None and found.item() == 1:
-        return
-    for param, grad, first, second, step in zip(params, grads, firsts, seconds, steps, strict=True):
-        if scale is not None:
-            grad.div_(scale)
-        first.copy_(beta1 * first + (grad - beta1 * grad))
-        second.copy_(beta2 * second + (grad * grad - beta2 * (grad * grad)))
-        sizes = options["lr"] / (1 - beta1**step)
-        param.sub_(sizes * first / (second.sqrt() / (1 - beta2**step).sqrt() + options["eps"]))
-
-
-def test_the_rounding_of_torchs_kernels_for_gpus_is_no_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch, "_fused_adam_", adam_of_a_gpu)
-    assert fused_trial.fault_of(torch.optim.Adam, torch.float32, CPU) is None
-    monkeypatch.setattr(torch, "_fused_adam_", no_division(adam_of_a_gpu))
-    assert (
-        fused_trial.fault_of(torch.optim.Adam, torch.float32, CPU)
-        == "does not divide by grad_scale"
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -> None:

@@ -132,19 +132,6 @@ def test_the_scaler_refuses_it(
     assert good.grad.tolist() == [2.0] * 3, "unscaled once"
 
 
-def test_memory_that_is_larger_than_needed_or_not_needed_is_fine() -> None:
-    grads = [
-        torch.ones(40)[28:].view(4, 3),
-        torch.ones(4, 6)[:, ::2],
-        torch.ones(12).as_strided((4, 3), (3, 1)),
-        shrunk(torch.ones(4)[:0], 0),
-        shrunk(torch.ones(4, 6)[:0, ::2], 0),
-        torch.ones(3).as_subclass(Subclass),
-    ]
-    started().unscale_(sgd_with(*grads))
-    assert [grad.unique().tolist() for grad in grads if grad.numel()] == [[0.25]] * 4
-
-
 Made = tuple[list[torch.nn.Parameter], torch.optim.Optimizer]
 
 
@@ -227,16 +214,6 @@ def test_a_clip_is_torchs(
     scaler.step(optimizer)
     assert not scaler.step_skipped(optimizer)
     assert params[0].ne(0).any()
-
-
-def test_optimizers_whose_gradients_overlap() -> None:
-    make = SHARED["overlapping views"]
-    (a, b), _ = make()
-    optimizers = [torch.optim.SGD([a], lr=1.0), torch.optim.SGD([b], lr=1.0)]
-    with pytest.warns(UserWarning, match="share memory"):
-        norm = started(scale=8.0).clip_grad_norm_(optimizers, 1.0)
-    expected = by_torch(make, 1.0, 2.0)
-    torch.testing.assert_close([norm, a.grad, b.grad], expected, rtol=1e-6, atol=0)
 
 
 def test_buckets_are_no_shared_memory() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import subprocess
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -221,32 +219,3 @@ def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
         return run(Filled, optimizer)
 
     agree(use)
-
-
-PATCHED_BEFORE = """
-import torch
-calls = []
-for name in ("_check_scale_growth_tracker", "_get_scale_async"):
-    def hook(self, *args, original=getattr(torch.amp.GradScaler, name), name=name):
-        calls.append(name)
-        return original(self, *args)
-    setattr(torch.amp.GradScaler, name, hook)
-import ampfast
-seen = []
-for kind in (torch.amp.GradScaler, ampfast.GradScaler):
-    for fused in (False, True):
-        calls.clear()
-        param = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
-        scaler = kind("cpu")
-        scaler.scale(param.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append(list(calls))
-assert seen[:2] == seen[2:] and all(seen), seen
-"""
-
-
-@pytest.mark.slow
-def test_hooks_on_torchs_class_from_before_the_import() -> None:
-    subprocess.run([sys.executable, "-c", PATCHED_BEFORE], check=True, timeout=120)

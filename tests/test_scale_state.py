@@ -117,44 +117,6 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert_state(loop.scaler._loss_scale, model)
 
 
-def test_history() -> None:
-    loop = Loop(growth_interval=2)
-    assert len(loop.scaler.history()) == 0
-    history = loop.steps(1.0, 1.0, math.nan, 1.0).scaler.history()
-    assert len(history) == 4
-    assert history.step.tolist() == [0, 1, 2, 3]
-    assert history.scale.tolist() == [8.0, 8.0, 16.0, 8.0]
-    assert history.skipped.tolist() == [False, False, True, False]
-    assert history.grad_norm.isnan().all() and not history.has_norm.any()
-
-
-def test_norms_of_an_iteration() -> None:
-    a, b, c = object(), object(), object()
-    loop = Loop()
-    for notes, expected in [
-        ([([a], 3.0, 2.0)], 3.0),
-        ([([a], 3.0, 2.0), ([b], 4.0, 2.0)], 5.0),
-        ([([a], 3.0, math.inf), ([b], 4.0, math.inf)], 4.0),
-        # The later norm is of the same gradients.
-        ([([a], 1.0, 2.0), ([a], 3.0, 2.0)], 3.0),
-        ([([a], 9.0, 2.0), ([a, b], 4.0, 2.0)], 4.0),
-        # The joint norm, which is more informative.
-        ([([a, b], 3.0, 2.0), ([b], 1.0, 2.0), ([c], 4.0, 2.0)], 5.0),
-        ([([a], 3.0, 2.0), ([b], 4.0, math.inf)], None),
-        ([([a], math.inf, 2.0)], math.inf),
-        ([], None),
-    ]:
-        for optimizers, norm, norm_type in notes:
-            loop.scaler._loss_scale.record_norm(
-                optimizers, torch.tensor(norm, dtype=torch.float64), norm_type
-            )
-        loop.step(riding=len(notes) == 1)
-        history = loop.scaler.history()
-        assert history.has_norm[-1].item() == (expected is not None)
-        if expected is not None:
-            assert history.grad_norm[-1].item() == expected
-
-
 @pytest.mark.parametrize(("enabled", "scale"), [(True, 4.0), (False, 1.0)])
 def test_stats_before_anything_happened(enabled: bool, scale: float) -> None:
     scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled)

@@ -153,28 +153,6 @@ def test_parameters(make: Callable[[], Any], call: str) -> None:
     agree(quiet)
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_inside_a_function_transform(transform: str) -> None:
-    """There a plain gradient may be wrapped, which torch's op handles."""
-
-    def use(scaler_type: Scaler) -> Any:
-        scaler, captured, kinds = started(scaler_type, 3.0), six(3), []
-
-        def unscale(values: torch.Tensor) -> torch.Tensor:
-            inner = torch.nn.Parameter(torch.zeros(3))
-            inner.grad = (values * 6).detach()
-            optimizer = types.SimpleNamespace(param_groups=[{"params": [captured, inner]}])
-            scaler._per_optimizer_states.clear()
-            scaler.unscale_(optimizer)
-            kinds.append(type(inner.grad).__name__)
-            return (values * inner.grad).sum()
-
-        result = outcome(lambda: getattr(torch.func, transform)(unscale)(torch.ones(2, 3)))
-        return [kinds, result.value, type(result.error).__name__, captured.grad]
-
-    agree(use)
-
-
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_on_fake_tensors(call: str) -> None:
     """Memory estimators train on tensors without memory."""
@@ -230,30 +208,6 @@ STEPS = {
 }
 UNUSUAL = [Slots, Uncomparable, UncomparableReader]
 UNUSUAL += [type(name, (Reads,), {"step": step}) for name, step in STEPS.items()]
-
-
-@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
-def test_optimizers(kind: type) -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer, p = started(scaler_type, 3.0), kind(), six(3)
-        optimizer.param_groups = [{"params": [p]}]
-        seen = []
-        for _ in range(3):
-            seen.append(scaler.step(optimizer))
-            scaler.update()
-        return [seen, p.grad, scaler.state_dict()]
-
-    agree(use)
-
-
-def test_an_update_inside_step() -> None:
-    def use(scaler_type: Scaler) -> Any:
-        scaler, p = started(scaler_type, 3.0), six(3)
-        optimizer = types.SimpleNamespace(param_groups=[{"params": [p]}], step=scaler.update)
-        scaler.step(optimizer)
-        return [len(scaler._per_optimizer_states), scaler.state_dict(), p.grad]
-
-    agree(use)
 
 
 FLOATS = (torch.float32, torch.float64)
