@@ -248,66 +248,14 @@ class Legacy(torch.optim.SGD):
         return [list(flags.values()), grad_scaler._get_scale_async(), grad_scaler.get_scale()]
 
 
-class Slotted:
-    """Callable that wraps a step, and takes no weak reference."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self.step = step
-
-    def __call__(self, *, grad_scaler: Any = None) -> Any:
-        return self.step(grad_scaler=grad_scaler)
-
-
-def scheduled(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The plain function that a schedule puts on the instance."""
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5)
-    return optimizer.step
-
-
-WRAPS: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "method": lambda optimizer: optimizer.step,
-    "schedule": scheduled,
-    "partial": lambda optimizer: functools.partial(optimizer.step),
-    "slots": lambda optimizer: Slotted(optimizer.step),
-}
-
-
-@scenario_of(WRAPS)
-def legacy_optimizers(name: str, kind: Scaler) -> Any:
+@scenario
+def a_legacy_optimizer(kind: Scaler) -> Any:
     scaler, optimizer = started(kind), Legacy([parameter_with(torch.ones(2))], lr=0.1)
-    seen = []
-    for _ in range(3):
-        result = outcome(lambda: scaler.step(optimizer))
-        if not seen:
-            [(category, _, filename, _)] = result.warned
-            assert category is FutureWarning and filename == __file__
-        seen.append(result.comparable())
-        scaler.update()
-        optimizer.step = WRAPS[name](optimizer)  # type: ignore[method-assign]
-    return [seen, hasattr(optimizer, "grad_scale")]
-
-
-class Writing:
-    """Optimizer that writes the flag it is given."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, value: float, written: float) -> None:
-        self.param_groups = [{"params": [parameter_with(torch.full((3,), value))]}]
-        self.written, self.found_inf = written, torch.zeros(())
-
-    def step(self) -> None:
-        self.found_inf.fill_(self.written)
-
-
-@scenario_of([(1.0, 1.0), (INF, 0.0)])
-def a_flag_that_the_optimizer_writes(values: tuple[float, float], kind: Scaler) -> Any:
-    scaler = started(kind)
-    scaler.step(Writing(*values))
+    result = outcome(lambda: scaler.step(optimizer))
+    [(category, _, filename, _)] = result.warned
+    assert category is FutureWarning and filename == __file__
     scaler.update()
-    return scaler.get_scale()
+    return [result.comparable(), hasattr(optimizer, "grad_scale")]
 
 
 FLAGS: dict[str, dict[Any, Any]] = {

@@ -1,4 +1,4 @@
-"""Duck-typed objects that torch accepts, and gradients that torch's op refuses."""
+"""Unusual groups, parameters and gradients that torch accepts, and those that its op refuses."""
 
 from __future__ import annotations
 
@@ -169,50 +169,7 @@ def test_on_fake_tensors(call: str) -> None:
     assert agree(use).error is None
 
 
-# Optimizers
-
-
-class Slots:
-    __slots__ = ("param_groups",)
-
-    def step(self) -> int:
-        return 5
-
-
-class Uncomparable:
-    """Neither hashable nor comparable, so it cannot be a key."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("these are not to be compared")
-
-    def step(self) -> int:
-        return 5
-
-
-class Reads:
-    _step_supports_amp_scaling = True
-
-
-class UncomparableReader(Uncomparable, Reads):
-    def step(self) -> Any:
-        return [self.grad_scale, self.found_inf]
-
-
-STEPS = {
-    # Of a partial alone Python 3.13 warns that it will be a method.
-    "partial": staticmethod(functools.partial(len, [1, 2, 3])),
-    # Any keyword does not make an optimizer of the legacy contract.
-    "keywords": lambda self, **keywords: sorted(keywords),
-}
-UNUSUAL = [Slots, Uncomparable, UncomparableReader]
-UNUSUAL += [type(name, (Reads,), {"step": step}) for name, step in STEPS.items()]
-
-
 FLOATS = (torch.float32, torch.float64)
-
-
 REFUSED: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
     "fake": lambda dtype: FakeTensorMode().from_tensor(sixes(dtype)),
     "nested": lambda dtype: torch.nested.nested_tensor([sixes(dtype)] * 2, layout=torch.strided),

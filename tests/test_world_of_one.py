@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.captures import Capturing, Training
 from support.gradients import parameter_like, parameter_with
 from support.reference_launcher import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,27 +95,6 @@ def test_an_overflow_on_another_rank_decides(
     assert scaler.step_skipped(optimizer) is (says == "bad")
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
     assert scaler.stats().steps == 1
-
-
-def test_a_replay_skips_for_another_rank(
-    world: dist.ProcessGroup, launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says = torch.zeros(())
-    monkeypatch.setattr(distributed.Group, "all_reduce_", lambda _, tensor, op: tensor.add_(says))
-    capturing = Capturing(launcher, monkeypatch)
-    training = Training(started(process_group=world), "sgd", torch.device("cpu"))
-    training.iterate(0)
-    scales = [16.0]
-    with capturing.of(training.scaler) as graph:
-        training.step()
-    for bad in (0.0, 1.0, 0.0):
-        says.fill_(bad)
-        training.weight.grad.fill_(1.0)
-        before = training.weight.detach().clone()
-        graph.replay()
-        assert torch.equal(training.weight, before) is (bad == 1.0)
-        scales.append(training.scaler.get_scale())
-    assert scales == [16.0, 32.0, 16.0, 32.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from support.gradients import make_gradient, plant
-from support.optimizers import Bare, Rig, RigPlan
+from support.optimizers import Rig, RigPlan
 from support.scalers import TorchScaler
 
 OptState = torch.amp.grad_scaler.OptState
@@ -68,7 +68,6 @@ def drop_own_scale(scaler: TorchScaler, rig: Rig) -> None:
         rig.forget_attributes()
 
 
-OptState = torch.amp.grad_scaler.OptState
 CPU = torch.device("cpu")
 
 
@@ -238,28 +237,6 @@ class World:
     def share_grad(self, r: int) -> None:
         params = self.rigs[r].params
         params[-1].grad = params[0].grad
-
-    def refused_grad(self, s: int, r: int, call: str) -> Any:
-        rig = self.rigs[r]
-        p = next((p for p in rig.params if p.dim() and p.numel()), None)
-        if p is None:
-            return None
-        record = self.scalers[s]._per_optimizer_states.get(id(rig.optimizer))
-        checked = self.scalers[s].is_enabled() and not (
-            record and record["stage"] is OptState.UNSCALED
-        )
-        if rig.reads_scale and not checked:
-            return None  # it would reach a fused kernel, which reads beyond its end
-        # torch may write part of a refused list, so it has only this gradient.
-        self.zero_grad(r, True)
-        p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
-        try:
-            return getattr(self.scalers[s], call)(rig.optimizer)
-        except Exception:
-            rig.forget_attributes()
-            raise
-        finally:
-            p.grad = None
 
     # The scaler's own methods
 
@@ -465,25 +442,3 @@ class World:
         if rig.plan.kind != "bare":
             gc.collect()
         rig.build()
-
-    def half_grad(self, s: int, r: int, call: str) -> Any:
-        rig = self.rigs[r]
-        p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-        p.grad = torch.ones(3, dtype=torch.float16)
-        stranger = Bare([*rig.params, p])
-        try:
-            return getattr(self.scalers[s], call)(stranger)
-        finally:
-            self.scalers[s]._per_optimizer_states.pop(id(stranger), None)
-
-    def stranger(self, s: int, what: str, call: str) -> Any:
-        optimizer: Any = {
-            "no_groups": object(),
-            "not_a_tensor": Bare(["text"]),
-            "none": None,
-            "empty": Bare([]),
-        }[what]
-        try:
-            return getattr(self.scalers[s], call)(optimizer)
-        finally:
-            self.scalers[s]._per_optimizer_states.pop(id(optimizer), None)

@@ -35,8 +35,6 @@ NEW_SCALES += ["requires_grad", "other_device", "text"]
 FORMS = ["plain"] * 8 + ["none", "closure", "closure_keyword", "unknown_keyword"]
 WRITES = ["fill", "data", "numpy", "rebind"]
 RECORDS = ["pop", "clear", "reset", "new", "unscaled", "stage"]
-STRANGERS = ["no_groups", "not_a_tensor", "none", "empty"]
-CHECKS = ["unscale_", "step", "_check_inf_per_device"]
 DTYPES: list[tuple[torch.dtype, ...]] = [
     (torch.float32,),
     (torch.float32,),
@@ -85,7 +83,6 @@ OPERATIONS: Operations = {
     "drop_grad": (2, "r", lambda g: (g.randrange(4),)),
     "replace_grad": (2, "r", lambda g: (g.randrange(4),)),
     "share_grad": (2, "r", lambda g: ()),
-    "refused_grad": (1, "sr", lambda g: (g.choice(CHECKS),)),
     "unscale_": (10, "sr", lambda g: ()),
     "step": (22, "sr", lambda g: (g.choice(FORMS),)),
     "update": (22, "s", lambda g: ()),
@@ -109,8 +106,6 @@ OPERATIONS: Operations = {
     "fail_next": (2, "r", lambda g: ()),
     "groups": (3, "r", lambda g: (g.choice(["fresh", "reversed", "split", "drop", "add"]),)),
     "reborn": (1, "r", lambda g: ()),
-    "half_grad": (1, "s r", lambda g: (g.choice(CHECKS),)),
-    "stranger": (1, "s", lambda g: (g.choice(STRANGERS), g.choice(CHECKS))),
 }
 
 
