@@ -56,10 +56,6 @@ class Loop:
             self.step(value)
         return self
 
-    @property
-    def words(self) -> torch.Tensor:
-        return self.scaler._loss_scale.words
-
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
 @pytest.mark.parametrize(
@@ -94,9 +90,6 @@ def test_random_steps(
             scale.fill_(model.scale)
     assert model.growths
     assert_state(kept, model)
-
-
-# Scaler
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -144,9 +137,6 @@ def test_a_scale_that_is_set(backend: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert loop.scaler.history().skipped.tolist() == [True, False]
 
 
-# Minimum
-
-
 def test_raises_at_the_minimum() -> None:
     loop = Loop(init_scale=2.0, min_scale=1.0, on_min_scale="raise")
     loop.step(math.inf)
@@ -184,9 +174,6 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
         loop.step(math.inf)
 
 
-# Static scale
-
-
 def test_a_static_scale() -> None:
     loop = Loop(dynamic=False, growth_interval=1)
     for value in (1.0, math.inf, 1.0, math.nan):
@@ -206,9 +193,6 @@ def test_a_static_scale() -> None:
     assert ours.state_dict() == state
 
 
-# Bad input
-
-
 ABOVE = "_scale must be above 0 and finite"
 
 
@@ -224,10 +208,9 @@ ABOVE = "_scale must be above 0 and finite"
         ({"max_scale": "1"}, TypeError, "max_scale must be a Python number or None, got str"),
         ({"min_scale": True}, TypeError, "min_scale must be a Python number or None, got bool"),
         ({"min_scale": 2.0**17}, ValueError, "init_scale must be from min_scale to max_scale"),
-        ({"max_scale": 1.0}, ValueError, "init_scale must be from min_scale to max_scale"),
         ({"init_scale": math.nan, "min_scale": 1.0}, ValueError, "init_scale must be from"),
         ({"hysteresis": 0}, ValueError, "hysteresis must be at least 1, got 0"),
-        ({"hysteresis": 2**70}, ValueError, "hysteresis must be at least 1"),
+        *(({"hysteresis": more}, ValueError, "must be at least 1") for more in (2**31, 2**70)),
         ({"hysteresis": 1.5}, TypeError, "hysteresis must be an int, got float"),
         ({"hysteresis": True}, TypeError, "hysteresis must be an int, got bool"),
         ({"hysteresis_refill": "never"}, ValueError, "must be one of growth, finite_step"),
@@ -305,12 +288,6 @@ def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsR
     assert not recwarn
 
 
-def test_torchs_checkpoints_refill_the_hysteresis() -> None:
-    scaler = Loop(**POLICY).steps(math.inf).scaler
-    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=16.0).state_dict())
-    assert scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 3
-
-
 def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> GradScaler:
     scaler = Loop(**arguments).steps(math.inf).scaler
     before = scaler.state_dict()
@@ -345,6 +322,9 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
     del saved["ampfast"]
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 8.0
+    refilled = Loop(**POLICY).steps(math.inf).scaler
+    refilled.load_state_dict(saved)
+    assert refilled.state_dict()["ampfast"]["hysteresis_tracker"] == 3
     message = "dynamic=False, but the checkpoint's scale changes"
     torchs = torch.amp.GradScaler("cpu").state_dict()
     scaler = assert_refused(torchs, message, dynamic=False, init_scale=4.0)
@@ -353,23 +333,16 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "copy"])
-def test_counters_survive_copies(how: str, inference: bool, backend: str) -> None:
+def test_counters_survive_copies(how: str, backend: str) -> None:
     loop = Loop(**POLICY, on_min_scale="warn", backend=backend).steps(1.0, math.inf, 1.0)
-    with torch.inference_mode(inference):
-        if how == "pickle":
-            pickled = pickle.dumps(loop.scaler)
-            assert len(pickled) < 2000, "only the steps that were taken"
-            copied = pickle.loads(pickled)
-        else:
-            copied = getattr(copy, how)(loop.scaler)
-    assert copied.stats() == loop.scaler.stats()
-    assert copied.history().scale.tolist() == [8.0, 8.0, 8.0]
-    loop.scaler, kept = copied, loop.scaler
-    copied.scale(torch.zeros(()))
+    kept, pickled = loop.scaler, pickle.dumps(loop.scaler)
+    assert len(pickled) < 2000, "only the steps that were taken"
+    loop.scaler = pickle.loads(pickled) if how == "pickle" else getattr(copy, how)(kept)
+    assert loop.scaler.stats() == kept.stats()
+    assert loop.scaler.history().scale.tolist() == [8.0, 8.0, 8.0]
+    loop.scaler.scale(torch.zeros(()))
     loop.step(math.inf)
-    assert copied.stats().steps == 4 and kept.stats().steps == 3
-    assert kept.state_dict()["ampfast"]["hysteresis_tracker"] == 2
-    assert copied.state_dict()["ampfast"]["hysteresis_tracker"] == 1
-    copied.load_state_dict(kept.state_dict())
+    for scaler, steps, tracker in ((kept, 3, 2), (loop.scaler, 4, 1)):
+        assert scaler.stats().steps == steps
+        assert scaler.state_dict()["ampfast"]["hysteresis_tracker"] == tracker
