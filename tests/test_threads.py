@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,38 +18,34 @@ from ampfast import functional
 pytestmark = pytest.mark.usefixtures("small_grain")
 
 
+def twice(size: int) -> list[torch.Tensor]:
+    """Multiplied twice."""
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
+    between = torch.ones(2 * CHUNK)
+    return [gradient, between, gradient, between.clone(), gradient.view(-1)]
+
+
+def overlapping(size: int) -> list[torch.Tensor]:
+    base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
+    return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
+
+
+LISTS = {
+    "mixed": mixed_list,
+    **{f"twice {size}": partial(twice, size) for size in (3, CHUNK + 1, 8 * CHUNK + 5)},
+    **{f"overlapping {size}": partial(overlapping, size) for size in (100, 6 * CHUNK)},
+}
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_thread_counts_write_the_same_bits(capability: str, count: int) -> None:
+@pytest.mark.parametrize("name", LISTS)
+def test_thread_counts_write_the_same_bits(capability: str, name: str, count: int) -> None:
     with threads(count):
-        check_parity(mixed_list, 1 / 3)
-        grads = mixed_list()
-        grads[5][-1] = math.inf
+        check_parity(LISTS[name], 1 / 3)
+        grads = LISTS[name]()
+        grads[-1][-1] = math.inf
         functional.check_(grads, found := flag())
         assert found.item() == 1.0
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("size", [3, CHUNK + 1, 8 * CHUNK + 5])
-def test_same_tensor_twice_is_multiplied_twice(capability: str, size: int, count: int) -> None:
-    def twice() -> list[torch.Tensor]:
-        gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
-        between = torch.ones(2 * CHUNK)
-        return [gradient, between, gradient, between.clone(), gradient.view(-1)]
-
-    with threads(count):
-        for _ in range(3):
-            check_parity(twice, 1 / 3)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("size", [100, 6 * CHUNK])
-def test_partly_overlapping_tensors(capability: str, size: int, count: int) -> None:
-    def overlapping() -> list[torch.Tensor]:
-        base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
-        return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
-
-    with threads(count):
-        check_parity(overlapping, 1 / 3)
 
 
 def test_norms_are_the_same_with_any_thread_count(capability: str) -> None:

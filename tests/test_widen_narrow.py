@@ -92,10 +92,14 @@ def test_widen_all_patterns(capability: str, dtype: torch.dtype, factor: float) 
     check_widen([finite[finite.float().abs() < 1], finite[:5]], factor)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_narrow_special_bits(capability: str, dtype: torch.dtype) -> None:
+def test_narrow_special_bits(
+    capability: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", backend)
     masters = special_floats()
-    check_narrow([torch.full(masters.shape, 77.0, dtype=dtype)], [masters])
+    check_narrow([torch.full(masters.shape, 77.0, dtype=dtype)], [masters], narrow_on_devices)
 
 
 @pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
@@ -107,10 +111,6 @@ def test_layouts(capability: str, dtype: torch.dtype, layout: str) -> None:
     masters = [make_gradient(layout, torch.float32, seed) for seed in range(3, 6)]
     if layout != "overlapping":
         check_narrow(grads, masters, narrow_on_devices)
-    # Another order in memory on one side.
-    if grads[0].dim() == 2 and grads[0].numel():
-        other = [torch.randn(g.shape[::-1]).t() for g in grads]
-        check_narrow(dense(grads), other, narrow_on_devices)
 
 
 @pytest.mark.parametrize("start", range(9))
@@ -146,30 +146,17 @@ def test_chunks_and_threads(capability: str, dtype: torch.dtype, count: int, bad
             grads[-1][place] = 0
 
 
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("found", [0.0, 1.0, math.nan])
-def test_a_set_flag_keeps_the_parameters(capability: str, found: float) -> None:
+def test_a_set_flag_keeps_the_parameters(
+    capability: str, found: float, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", backend)
     for dtype in HALVES:
         params = all_patterns(dtype).clone()
         master_weights.narrow_on_devices([params], [torch.ones(2**16)], flag(found))
         expected = all_patterns(dtype) if found else torch.ones(2**16, dtype=dtype)
         assert torch.equal(params.view(torch.int16), expected.view(torch.int16))
-
-
-def test_torchs_own_ops_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
-    for dtype in HALVES:
-        masters = special_floats()
-        params = [torch.zeros(masters.shape, dtype=dtype)]
-        check_narrow(params, [masters], narrow_on_devices)
-    test_a_set_flag_keeps_the_parameters("", 1.0)
-    test_a_set_flag_keeps_the_parameters("", 0.0)
-
-
-def test_freed_memory_is_refused() -> None:
-    half = torch.zeros(5, dtype=torch.float16)
-    half.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="was freed"):
-        narrow_on_devices([half], [torch.zeros(5)])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
