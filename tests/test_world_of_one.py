@@ -15,7 +15,7 @@ from support.gradients import parameter_like, parameter_with
 from support.reference_launcher import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampfast
 from ampfast import GradScaler, distributed
@@ -160,19 +160,12 @@ def test_one_rank_agrees_with_itself_without_a_collective(kind: str, world: Any)
 
 @pytest.mark.parametrize("is_left", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["fully_shard", "by hand"])
-def test_a_tracked_model_of_dtensors_can_be_converted(
-    world: Any, kind: str, dtype: torch.dtype, is_left: bool
-) -> None:
+@pytest.mark.usefixtures("world")
+def test_a_tracked_model_of_dtensors_can_be_converted(dtype: torch.dtype, is_left: bool) -> None:
     """torch swaps DTensors for others, which it refuses if something refers to them weakly."""
-    mesh = init_device_mesh("cpu", (1,))
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(dtype)
-    if kind == "fully_shard":
-        fully_shard(model, mesh=mesh)
-    else:
-        distribute_module(model, mesh, partition_fn=shard_first)
-    values = torch.ones(5, 3, dtype=dtype)
-    inputs = values if kind == "fully_shard" else distribute_tensor(values, mesh, [Shard(0)])
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    inputs = torch.ones(5, 3, dtype=dtype)
     optimizer = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = started(track="overflow")
     scaler.name_parameters(model)
@@ -184,17 +177,9 @@ def test_a_tracked_model_of_dtensors_can_be_converted(
         scaler.update()
     if not is_left:
         optimizer.zero_grad()
-        if kind == "by hand":
-            model.to("cpu")
     model.to(torch.float16)
     (row,) = scaler.overflow_report().parameters
     assert (row.name, row.infinities) == ("1.bias", 2)
-
-
-def shard_first(_: str, module: torch.nn.Module, mesh: Any) -> None:
-    for name, param in list(module.named_parameters(recurse=False)):
-        sharded = distribute_tensor(param.detach(), mesh, [Shard(0)])
-        module.register_parameter(name, torch.nn.Parameter(sharded))
 
 
 def test_a_replicated_parameter_can_be_converted() -> None:
