@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
+import itertools
+import types
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +17,8 @@ from support.gradients import make_gradient, parameter_with, sgd_with, six
 from support.optimizers import OPTIMIZERS
 from support.outcomes import agree, outcome
 from support.scalers import Scaler, TorchScaler, started
-from support.twins import Side, side
+from support.twins import side
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampfast import GradScaler
 
@@ -329,28 +332,173 @@ def training_with_autocast(kind: Scaler) -> Any:
     return [scales, one.observe()]
 
 
+class Groups(list):
+    """Iterates over other items than it holds."""
+
+    def __init__(self, shown: list[Any]) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def __iter__(self) -> Any:
+        return iter(self.shown)
+
+
+class Indexed:
+    """Group with item access only."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+
+    def __getitem__(self, key: str) -> list[Any]:
+        return self.params
+
+
+GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "tuple of params": lambda p: [{"params": (p,)}],
+    "generator of params": lambda p: [{"params": (x for x in [p])}],
+    "dict of params": lambda p: [{"params": {p: 1}}],
+    "ParameterList": lambda p: [{"params": torch.nn.ParameterList([p])}],
+    "list that iterates otherwise": lambda p: [{"params": Groups([p])}],
+    "generator of groups": lambda p: (g for g in [{"params": [p]}]),
+    "UserDict": lambda p: [UserDict(params=[p])],
+    "item access only": lambda p: [Indexed([p])],
+    "None": lambda p: [{"params": None}],
+    "names": lambda p: [{"params": {"weight": p}}],
+    "pairs": lambda p: [{"params": [("weight", p)]}],
+}
+
+
+@scenario_of(GROUPS)
+def groups_may_be(name: str, kind: Scaler) -> Any:
+    scaler, p = started(kind, 3.0), six(3)
+    optimizer = types.SimpleNamespace(param_groups=GROUPS[name](p))
+    scaler.unscale_(optimizer)
+    return [p.grad, list(scaler._found_inf_per_device(optimizer).values())]
+
+
+class Elsewhere(torch.nn.Parameter):
+    """Parameter that accepts any gradient, unlike autograd, and stores it elsewhere."""
+
+    kept: torch.Tensor
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.kept
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        self.kept = value
+
+
+class Same(torch.Tensor):
+    """Subclass without changes."""
+
+
+def sixes(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((4,), 6.0).to(dtype)
+
+
+def with_gradient(p: Any, gradient: torch.Tensor) -> Any:
+    p.grad = gradient
+    return p
+
+
+def _negated() -> Any:
+    p = parameter_with(torch.complex(torch.ones(4), torch.arange(-2.0, 2)).conj().imag)
+    assert p.grad.is_neg()
+    return p
+
+
+def _inference() -> Any:
+    with torch.inference_mode():
+        gradient = sixes()
+    return parameter_with(gradient)
+
+
+def _rows() -> Any:
+    p = torch.nn.Parameter(torch.eye(3).to_sparse_csr())
+    return with_gradient(p, (torch.eye(3) * 6).to_sparse_csr())
+
+
+PARAMETERS: dict[str, Callable[[], Any]] = {
+    "elsewhere": lambda: with_gradient(Elsewhere(torch.ones(4)), sixes()),
+    "subclass": lambda: with_gradient(
+        sixes().as_subclass(Same).requires_grad_(), sixes().as_subclass(Same)
+    ),
+    "rows": _rows,
+    "float8": lambda: parameter_with(torch.ones(3).to(torch.float8_e4m3fn)),
+    "negated": _negated,
+    "inference": _inference,
+}
+
+
+@scenario_of(itertools.product(PARAMETERS, ("unscale_", "_check_inf_per_device")))
+def parameters_may_be(case: tuple[str, str], kind: Scaler) -> Any:
+    def use() -> Any:
+        scaler, regular, odd = started(kind, 3.0), six(2), PARAMETERS[case[0]]()
+        optimizer = types.SimpleNamespace(param_groups=[{"params": [regular, odd]}])
+        getattr(scaler, case[1])(optimizer)
+        gradient = odd.grad.values() if odd.grad.layout is torch.sparse_csr else odd.grad
+        gradient = gradient.detach().clone().resolve_neg().as_subclass(torch.Tensor)
+        return [list(scaler._found_inf_per_device(optimizer).values()), regular.grad, gradient]
+
+    # C++ warnings about such tensors point into the module that first touched them.
+    return outcome(use).comparable()[:2]
+
+
+@scenario_of(["unscale_", "step"])
+def on_fake_tensors(call: str, kind: Scaler) -> Any:
+    """Memory estimators train on tensors without memory."""
+    with FakeTensorMode():
+        scaler, p = started(kind, 3.0), six(3)
+        optimizer = torch.optim.Adam([p], lr=0.1, fused=True)
+        getattr(scaler, call)(optimizer)
+        kinds = [type(f).__name__ for f in scaler._found_inf_per_device(optimizer).values()]
+        scaler.update()
+        return [kinds, type(scaler._scale).__name__, scaler._scale.shape]
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenarios(name: str) -> None:
     result = agree(SCENARIOS[name])
-    if not name.startswith("constructed"):
+    if not name.startswith(("constructed", "groups_may_be")):
         assert result.error is None, result.error
 
 
-def test_two_scalers_in_two_threads() -> None:
-    def build(index: int) -> Side:
-        return side(GradScaler, "momentum", index, init_scale=2.0**12, growth_interval=5)
+# Gradients that torch's op refuses
 
-    def work(one: Side, index: int) -> None:
-        for step in range(200):
-            one.train(step + 1000 * index, INF if step % 17 == index else None)
+FLOATS = (torch.float32, torch.float64)
+REFUSED: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "fake": lambda dtype: FakeTensorMode().from_tensor(sixes(dtype)),
+    "nested": lambda dtype: torch.nested.nested_tensor([sixes(dtype)] * 2, layout=torch.strided),
+    "expanded": lambda dtype: sixes(dtype)[:1].expand(4),
+    "complex": lambda dtype: torch.full((4,), 6 + 0j),
+}
+TAKEN: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "plain": sixes,
+    "overlapping": lambda dtype: sixes(dtype).as_strided((3, 2), (1, 1)),
+    "subclass": lambda dtype: sixes(dtype).as_subclass(Same),
+}
 
-    serial, parallel = ([build(i) for i in range(2)] for _ in range(2))
-    for index, one in enumerate(serial):
-        work(one, index)
-    workers = [threading.Thread(target=work, args=(one, i)) for i, one in enumerate(parallel)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for theirs, ours in zip(serial, parallel, strict=True):
-        assert_same(ours.observe(), theirs.observe())
+
+def unscaled(scaler_type: Scaler, *gradients: torch.Tensor, **arguments: Any) -> Exception:
+    """Error of unscaling the gradients."""
+    params = [with_gradient(Elsewhere(torch.ones(4)), gradient) for gradient in gradients]
+    optimizer = types.SimpleNamespace(param_groups=[{"params": params}])
+    with pytest.raises(Exception) as raised:
+        started(scaler_type, 3.0, **arguments).unscale_(optimizer)
+    return raised.value
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_nothing_is_divided_beside_a_refused_gradient(kind: str, backend: str) -> None:
+    theirs = unscaled(TorchScaler, REFUSED[kind](torch.float32))
+    for name, dtypes in itertools.product(TAKEN, itertools.product(FLOATS, FLOATS)):
+        for first in (False, True):
+            refused, taken = REFUSED[kind](dtypes[0]), TAKEN[name](dtypes[1])
+            gradients = (refused, taken) if first else (taken, refused)
+            error = unscaled(GradScaler, *gradients, backend=backend)
+            assert type(error) is type(theirs)
+            assert_same(taken, TAKEN[name](dtypes[1]))
