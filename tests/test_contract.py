@@ -231,16 +231,6 @@ def update_with_odd_settings(setting: tuple[str, Any, float], kind: Scaler) -> A
     return [[type(e).__name__ for e in errors], scaler._scale, scaler._growth_tracker, weight]
 
 
-@scenario
-def flags_of_several_optimizers_are_summed(kind: Scaler) -> Any:
-    """Which only shows where a flag is neither 0 nor 1."""
-    scaler = started(kind, 4.0, growth_interval=1)
-    for key, flag in enumerate((1.0, -1.0)):
-        scaler._per_optimizer_states[key] = {"found_inf_per_device": {CPU: torch.tensor(flag)}}
-    scaler.update()
-    assert scaler.get_scale() == 8.0
-
-
 class Legacy(torch.optim.SGD):
     """Optimizer that asks the scaler for flags and scale."""
 

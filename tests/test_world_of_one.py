@@ -1,11 +1,13 @@
-"""Scaler with a group of one rank, with simulated flags of another rank."""
+"""Scaler with a group: simulated flags of another rank, and collectives that fail."""
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,3 +198,137 @@ def test_a_replicated_parameter_can_be_converted() -> None:
     del params, model
     distributed.mark_replicated([])  # the next call drops what nothing else holds
     assert alive() is None
+
+
+# Collectives that fail: gradients are divided once, and `step` agrees again
+
+SCALE, GRADIENT = 4.0, 16.0
+STEPPED = 1.0 - GRADIENT
+SGD: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=1.0),
+    "fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
+}
+Call = Callable[[GradScaler, Any], Any]
+
+
+def clip(order: float, in_place: bool = True, limit: float = 1e3) -> Call:
+    options: Any = {"in_place": in_place}
+    return lambda scaler, given: scaler.clip_grad_norm_(given, limit, order, **options)
+
+
+# Calls that write before the ranks agree.
+DIVIDING: dict[str, tuple[str, Call]] = {
+    "unscale_": ("plain", GradScaler.unscale_),
+    "unscale_, fused": ("fused", GradScaler.unscale_),
+    "step": ("plain", GradScaler.step),
+    "step_and_update": ("plain", GradScaler.step_and_update),
+}
+READING: dict[str, tuple[str, Call]] = {
+    "clip 3": ("plain", clip(3.0)),
+    **{f"clip {order}": ("plain", clip(order)) for order in (2.0, math.inf)},
+    "clip a list": ("plain", lambda scaler, optimizer: clip(3.0)(scaler, [optimizer])),
+    **{f"clip {order}, fused": ("fused", clip(order)) for order in (2.0, 3.0, math.inf)},
+    **{f"defer {order}": ("fused", clip(order, in_place=False)) for order in (2.0, 3.0, math.inf)},
+    "grad_norm": ("plain", GradScaler.grad_norm),
+    "step, fused": ("fused", GradScaler.step),
+    "step_and_update, fused": ("fused", GradScaler.step_and_update),
+}
+
+
+class Failing:
+    """Group of two equal ranks whose next collective may fail, and which counts the others."""
+
+    fails, collectives = False, 0
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ConnectionError("connection closed by peer")
+        self.collectives += 1
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Overriding(GradScaler):
+    """Subclass whose hook calls the original."""
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def fail(scaler: GradScaler, call: Callable[..., Any], *arguments: Any) -> None:
+    """Calls while the next collective fails."""
+    group: Any = scaler.process_group
+    group.fails = True
+    with pytest.raises(ConnectionError, match="connection closed by peer"):
+        call(*arguments)
+    assert not group.fails
+
+
+def failed(call: Call, kind: str, make: type[GradScaler] = GradScaler) -> tuple[Any, Any, Any]:
+    """Scaler, optimizer and parameter after a call whose collective failed."""
+    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
+    scaler: Any = make("cpu", init_scale=SCALE, process_group=Failing())
+    scaler.scale(torch.ones(()))
+    optimizer = SGD[kind]([param])
+    fail(scaler, call, scaler, optimizer)
+    return scaler, optimizer, param
+
+
+def assert_equal(tensor: torch.Tensor, value: float) -> None:
+    assert tensor.tolist() == [value] * 3
+
+
+@pytest.mark.parametrize("make", [GradScaler, Overriding])
+@pytest.mark.parametrize("path", DIVIDING)
+def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: Any) -> None:
+    kind, call = DIVIDING[path]
+    scaler, optimizer, param = failed(call, kind, make)
+    for again in (GradScaler.unscale_, clip(2.0), clip(3.0)):
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            again(scaler, optimizer)
+        assert_equal(param.grad, GRADIENT)
+    fail(scaler, scaler.step, optimizer)
+    assert_equal(param, 1.0)
+    assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(param, STEPPED)
+    assert_equal(param.grad, GRADIENT)
+    assert scaler.stats().skipped == 0
+
+
+@pytest.mark.parametrize("path", DIVIDING)
+def test_the_update_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, call = DIVIDING[path]
+    scaler, _, param = failed(call, kind)
+    fail(scaler, scaler.update)
+    assert scaler.stats().steps == 0
+    scaler.update()
+    assert (scaler.stats().steps, scaler.stats().skipped) == (1, 0)
+    assert_equal(param, 1.0)
+    # The other ranks, whose collective was the same, wait for it.
+    scaler, _, _ = failed(call, kind)
+    agreed = []
+    all_reduce_ = lambda _, tensor, op: agreed.append(tensor.fill_(1.0))  # noqa: E731
+    monkeypatch.setattr(distributed.Group, "all_reduce_", all_reduce_)
+    scaler.update(32.0)
+    assert len(agreed) == 1
+    assert (scaler.stats().skipped, scaler.get_scale()) == (1, 32.0)
+
+
+@pytest.mark.parametrize("path", READING)
+def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
+    kind, call = READING[path]
+    scaler, optimizer, param = failed(call, kind)
+    assert_equal(param.grad, SCALE * GRADIENT)
+    assert_equal(param, 1.0)
+    call(scaler, optimizer)
+    if "step" not in path:
+        scaler.step(optimizer)
+    assert_equal(param, STEPPED)
