@@ -176,7 +176,7 @@ FUSED = [
 @pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
 def test_fused_steps(optimizer: str, case: Case, torch_fails: Any) -> None:
     if not takes_scaled(optimizer, case.dtype):
-        pytest.skip("a kernel that fails its trial: see test_fused_trial.py")
+        pytest.skip("a kernel that fails its trial: see test_wrapped_optimizers.py")
     ours, theirs = case.setups(optimizer, GradScaler)
     for run in (ours, theirs):
         case.begin(run)
