@@ -6,7 +6,6 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ import pytest
 import torch
 from support import scalers
 from support.gradients import parameter_with
-from support.outcomes import outcome
-from support.scalers import Scaler, TorchScaler
-from support.twins import side
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler, StepGuard
 
@@ -50,33 +47,6 @@ def test_an_empty_checkpoint_is_refused_as_torch_does() -> None:
     for scaler in (started(), started(min_scale=1.0), started(dynamic=False), StepGuard("cpu")):
         with pytest.raises(RuntimeError, match="source state dict is empty"):
             scaler.load_state_dict({})
-
-
-INTERVALS = (np.int64(2), np.int32(2), np.float64(2.0), np.bool_(True), True, torch.tensor(2))
-NUMBERS: list[dict[str, Any]] = [
-    *({"growth_interval": value} for value in INTERVALS),
-    # Those that no tracker reaches; the last has more than 64 bits.
-    *({"growth_interval": value} for value in (2**31 + 1, 2**63 - 1, 2**64)),
-    *({"growth_factor": value} for value in (np.float32(4.0), np.int64(4), Fraction(4))),
-    *({"backoff_factor": value} for value in (np.float32(0.3), np.float64(0.3))),
-]
-
-
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-def test_unusual_numbers(numbers: dict[str, Any], backend: str) -> None:
-    """Taken or refused as in torch, with no change on a refusal."""
-
-    def trained(kind: Scaler, **arguments: Any) -> list[Any]:
-        run = side(kind, "sgd", init_scale=64.0, **numbers, **arguments)
-        states: list[Any] = []
-        for index in range(6):
-            bad = float("inf") if index == 4 else None
-            error = outcome(functools.partial(run.train, index, bad)).error
-            states += [type(error), str(error), str(run.observe())]
-        return states
-
-    assert trained(GradScaler, backend=backend) == trained(TorchScaler)
 
 
 # Errors of methods, their notes, and that they come before the first write

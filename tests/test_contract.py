@@ -8,8 +8,10 @@ import itertools
 import types
 from collections import UserDict
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.comparison import assert_same
@@ -211,9 +213,10 @@ def unscale_after_create_graph(kind: Scaler) -> Any:
 
 
 ODD_SETTINGS = [
-    *(("_growth_factor", value) for value in (None, "2", 3, torch.tensor(3.0))),
-    ("_backoff_factor", INF),
-    *(("_growth_interval", value) for value in (2.0, None, True, 2**40)),
+    *(("_growth_factor", value) for value in (None, "2", 3, torch.tensor(3.0), Fraction(4))),
+    *(("_backoff_factor", value) for value in (INF, np.float32(0.3), np.float64(0.3))),
+    *(("_growth_interval", value) for value in (2.0, None, True, 2**31 + 1, 2**40, 2**64)),
+    *(("_growth_interval", value) for value in (np.int64(2), np.bool_(True), torch.tensor(2))),
     *(("_scale", torch.full(s, 3.0, dtype=torch.float32)) for s in ((), (1,), (1, 1))),
     *(("_scale", torch.full(s, 3.0, dtype=torch.float64)) for s in ((), (1,), (1, 1))),
 ]
@@ -333,16 +336,6 @@ class Groups(list):
         return iter(self.shown)
 
 
-class Indexed:
-    """Group with item access only."""
-
-    def __init__(self, params: list[Any]) -> None:
-        self.params = params
-
-    def __getitem__(self, key: str) -> list[Any]:
-        return self.params
-
-
 GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
     "tuple of params": lambda p: [{"params": (p,)}],
     "generator of params": lambda p: [{"params": (x for x in [p])}],
@@ -351,7 +344,6 @@ GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
     "list that iterates otherwise": lambda p: [{"params": Groups([p])}],
     "generator of groups": lambda p: (g for g in [{"params": [p]}]),
     "UserDict": lambda p: [UserDict(params=[p])],
-    "item access only": lambda p: [Indexed([p])],
     "None": lambda p: [{"params": None}],
     "names": lambda p: [{"params": {"weight": p}}],
     "pairs": lambda p: [{"params": [("weight", p)]}],
@@ -399,12 +391,6 @@ def _negated() -> Any:
     return p
 
 
-def _inference() -> Any:
-    with torch.inference_mode():
-        gradient = sixes()
-    return parameter_with(gradient)
-
-
 def _rows() -> Any:
     p = torch.nn.Parameter(torch.eye(3).to_sparse_csr())
     return with_gradient(p, (torch.eye(3) * 6).to_sparse_csr())
@@ -418,7 +404,6 @@ PARAMETERS: dict[str, Callable[[], Any]] = {
     "rows": _rows,
     "float8": lambda: parameter_with(torch.ones(3).to(torch.float8_e4m3fn)),
     "negated": _negated,
-    "inference": _inference,
 }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
-import pickle
 import types
 import weakref
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from support import scalers
 from support.comparison import assert_same
 from support.gradients import parameter_with
-from support.optimizers import FUSED, OPTIMIZERS, Legacy
+from support.optimizers import FUSED, OPTIMIZERS
 
 from ampfast import GradScaler
 
@@ -165,30 +163,3 @@ def test_optimizers_and_gradients_are_not_kept_alive(kind: str, update: bool) ->
     del optimizer, parameter
     gc.collect()
     assert [ref() for ref in dying] == [None] * 3
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_records_follow_no_copy(copied: Any) -> None:
-    scaler, optimizer = started(), optimizer_of("sgd", math.inf)
-    step(scaler, optimizer)
-    twin, fresh = copied(scaler), optimizer_of("sgd")
-    assert_unknown(twin, fresh)
-    twin.scale(torch.ones(()))
-    twin.step(fresh)
-    assert twin.step_skipped(fresh) is False
-    assert scaler.step_skipped(optimizer)
-
-
-class Blind(Legacy):
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:
-        return "stepped"
-
-
-def test_the_check_of_a_legacy_optimizer_counts() -> None:
-    scaler = started()
-    legacy, blind = (kind([parameter_with(torch.tensor(math.inf))]) for kind in (Legacy, Blind))
-    for optimizer in (legacy, blind):
-        with pytest.warns(FutureWarning):
-            scaler.step(optimizer)
-    assert scaler.step_skipped(legacy)
-    assert_unknown(scaler, blind)  # it checks nothing

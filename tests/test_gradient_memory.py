@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import scalers
-from support.gradients import parameter_with, sgd_with
+from support.gradients import parameter_with
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler
@@ -168,12 +168,3 @@ def test_a_clip_is_torchs(kind: str, in_place: bool, limit: float, order: float)
     scaler.step(optimizer)
     assert not scaler.step_skipped(optimizer)
     assert params[0].ne(0).any()
-
-
-def test_buckets_are_no_shared_memory() -> None:
-    """Views beside each other in one storage, as of DDP."""
-    bucket = torch.arange(1.0, 7.0) * 8
-    optimizer = sgd_with(bucket[3:], bucket[:3])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        started(scale=8.0).clip_grad_norm_(optimizer, 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.outcomes import agree
-from support.scalers import Scaler, TorchScaler
+from support.scalers import Scaler
 from support.twins import side
 
 from ampfast import GradScaler
@@ -203,19 +203,5 @@ def test_attributes_may_become_properties(attribute: str) -> None:
         store: dict[str, Any] = {}
         place = property(lambda _: store["kept"], lambda _, value: store.update(kept=value))
         return run(type("Scaler", (scaler_type,), {attribute: place}), "adam")
-
-    agree(use)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
-def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
-    """Some wrap another scaler and set the attributes without torch's constructor."""
-
-    def use(scaler_type: Scaler) -> Any:
-        class Filled(scaler_type):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self.__dict__.update(vars(TorchScaler(*args, **kwargs)))
-
-        return run(Filled, optimizer)
 
     agree(use)

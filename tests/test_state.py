@@ -13,7 +13,7 @@ import torch
 from support.comparison import assert_same
 from support.outcomes import agree
 from support.scalers import Scaler, TorchScaler, started
-from support.twins import paired, side
+from support.twins import side
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampfast
@@ -129,22 +129,6 @@ def test_copies_continue(way: Any, steps: int) -> None:
         return [same_type, fresh, one.observe()]
 
     assert agree(use).value[0] is True
-
-
-def test_a_torch_pickle_loads() -> None:
-    """A pickle of torch's scaler restores a complete scaler of ours."""
-    ours, theirs = paired("adam", init_scale=64.0, growth_interval=2)
-    theirs.train(0)
-    ours.train(0)
-    loaded = GradScaler.__new__(GradScaler)
-    loaded.__setstate__(theirs.scaler.__getstate__())
-    ours.scaler = loaded
-    theirs.scaler = copy.deepcopy(theirs.scaler)
-    for seed, bad in enumerate([None, INF, None]):
-        ours.train(seed, bad)
-        theirs.train(seed, bad)
-    assert_same(ours.observe(), theirs.observe())
-    assert not loaded.step_skipped(ours.optimizer)
 
 
 # Disabled scalers

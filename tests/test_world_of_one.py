@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -182,22 +181,6 @@ def test_a_tracked_model_of_dtensors_can_be_converted(dtype: torch.dtype, is_lef
     model.to(torch.float16)
     (row,) = scaler.overflow_report().parameters
     assert (row.name, row.infinities) == ("1.bias", 2)
-
-
-def test_a_replicated_parameter_can_be_converted() -> None:
-    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    distributed.mark_replicated(model.parameters())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    params = [other.weight, model.weight, other.bias, model.bias]
-    assert distributed.marks_of([params[:2], params[2:]]) == {1: (), 3: ()}
-    alive = weakref.ref(model.weight)
-    del params, model
-    distributed.mark_replicated([])  # the next call drops what nothing else holds
-    assert alive() is None
 
 
 # Collectives that fail: gradients are divided once, and `step` agrees again

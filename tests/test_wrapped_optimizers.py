@@ -36,13 +36,8 @@ class Slotted:
     __init__, step, __getattr__ = Wrapper.__init__, Wrapper.step, Delegating.__getattr__
 
 
-class Property(Wrapper):
-    param_groups = property(lambda self: self.inner.param_groups)
-    _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)
-
-
 class PropertyOfOptimizer(torch.optim.Optimizer):
-    _step_supports_amp_scaling = Property._step_supports_amp_scaling
+    _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)  # type: ignore[assignment]
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -56,16 +51,6 @@ class Copying(Wrapper):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         vars(self).update(vars(inner), inner=inner)
-
-
-class CopyingOne(Property):
-    """States what the other one does as an attribute."""
-
-    _step_supports_amp_scaling = None
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self._step_supports_amp_scaling = inner._step_supports_amp_scaling
 
 
 class CopyingBeside(torch.optim.SGD):
@@ -100,8 +85,8 @@ def bound(inner: Any) -> Any:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, Property, PropertyOfOptimizer, Copying, CopyingOne),
-    *(Sharing, hiding, bound, CopyingBeside, copying_beside_dict),
+    *(Delegating, Slotted, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
+    *(CopyingBeside, copying_beside_dict),
 ]
 
 

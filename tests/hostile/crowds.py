@@ -21,14 +21,11 @@ THREADS = 8
 PROGRAMS = 20
 # Long enough for a pass to release the GIL.
 LIST, SIZE, SCALE = 24, 40_000, 8.0
-# These make or free objects of the whole process.
-SHARED = ("reborn",)
 
 
 def prepared(seed: int) -> tuple[Plan, list[Op], dict[str, Any]]:
     """Random program, and its result with torch's scaler alone."""
     plan, program = draw_program(seed)
-    program = [op for op in program if op.name not in SHARED]
     return plan, program, played(TorchScaler, plan, program)
 
 

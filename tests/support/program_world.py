@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import math
 import pickle
@@ -344,10 +343,6 @@ class World:
         else:
             scaler._growth_tracker = torch.tensor(value, dtype=torch.int32)
 
-    def share_scale(self) -> None:
-        first, second = self.scalers
-        second._scale, second._growth_tracker = first._scale, first._growth_tracker
-
     def enable(self, s: int, enabled: bool) -> None:
         self.scalers[s]._enabled = enabled
 
@@ -432,13 +427,3 @@ class World:
             rig.params.append(extra)
             rig.layouts.append("short")
             rig.optimizer.add_param_group({"params": [extra]})
-
-    def reborn(self, r: int) -> None:
-        rig = self.rigs[r]
-        for scaler in self.scalers:
-            # The new object may or may not get the old one's id, so no record may be left.
-            scaler._per_optimizer_states.pop(id(rig.optimizer), None)
-        del rig.optimizer
-        if rig.plan.kind != "bare":
-            gc.collect()
-        rig.build()

@@ -94,7 +94,6 @@ OPERATIONS: Operations = {
     "start": (1, "s", lambda g: (g.choice(["cpu", torch.device("cpu")]),)),
     "write_scale": (3, "s", lambda g: (g.choice(WRITES), g.choice(SCALES))),
     "write_tracker": (2, "s", lambda g: (g.choice(["fill", "rebind"]), g.randrange(3))),
-    "share_scale": (1, "", lambda g: ()),
     "enable": (1, "s", lambda g: (g.random() < 0.8,)),
     "records": (4, "sr", lambda g: (g.choice(RECORDS),)),
     "reduce": (3, "sr", lambda g: (g.choice([0.0, 1.0, 2.0, 0.5]),)),
@@ -105,7 +104,6 @@ OPERATIONS: Operations = {
     "grad_scale": (2, "r", lambda g: (g.choice([2.0, 0.5, 1.0]),)),
     "fail_next": (2, "r", lambda g: ()),
     "groups": (3, "r", lambda g: (g.choice(["fresh", "reversed", "split", "drop", "add"]),)),
-    "reborn": (1, "r", lambda g: ()),
 }
 
 
