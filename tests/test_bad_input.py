@@ -126,6 +126,10 @@ CASES = [
         case(make, f"unscale_ step {CLIP}", NotImplementedError, COMPLEX, "view_as_complex")
         for make in (with_complex, reader_of_complex)
     ),
+    case(
+        lambda s: of(group(eights(), eights()[:1].expand(3))),
+        *(f"unscale_ step {CLIP}", RuntimeError, "more than one element of the written-to tensor"),
+    ),
     case(lambda s: of(), "step", AssertionError, NO_CHECKS, "The optimizer has no parameters."),
     case(
         lambda s: of(group(None, None, None)),

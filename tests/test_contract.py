@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.comparison import assert_same
 from support.gradients import make_gradient, parameter_with, sgd_with, six
 from support.optimizers import OPTIMIZERS
 from support.outcomes import agree, outcome
@@ -313,18 +312,6 @@ def under_another_default_device(kind: Scaler) -> Any:
     return [p.grad, scaler._scale, scaler.get_scale()]
 
 
-@scenario
-def training_with_autocast(kind: Scaler) -> Any:
-    one = side(kind, "adam", init_scale=2.0**24, growth_interval=3)
-    scales = []
-    for seed in range(12):
-        with torch.autocast("cpu", dtype=torch.float16):
-            one.train(seed)
-        scales.append(one.scaler.get_scale())
-    assert scales[0] < 2.0**24, "the start scale was meant to overflow"
-    return [scales, one.observe()]
-
-
 class Groups(list):
     """Iterates over other items than it holds."""
 
@@ -358,20 +345,6 @@ def groups_may_be(name: str, kind: Scaler) -> Any:
     return [p.grad, list(scaler._found_inf_per_device(optimizer).values())]
 
 
-class Elsewhere(torch.nn.Parameter):
-    """Parameter that accepts any gradient, unlike autograd, and stores it elsewhere."""
-
-    kept: torch.Tensor
-
-    @property
-    def grad(self) -> torch.Tensor:
-        return self.kept
-
-    @grad.setter
-    def grad(self, value: torch.Tensor) -> None:
-        self.kept = value
-
-
 class Same(torch.Tensor):
     """Subclass without changes."""
 
@@ -397,7 +370,6 @@ def _rows() -> Any:
 
 
 PARAMETERS: dict[str, Callable[[], Any]] = {
-    "elsewhere": lambda: with_gradient(Elsewhere(torch.ones(4)), sixes()),
     "subclass": lambda: with_gradient(
         sixes().as_subclass(Same).requires_grad_(), sixes().as_subclass(Same)
     ),
@@ -438,42 +410,3 @@ def test_scenarios(name: str) -> None:
     result = agree(SCENARIOS[name])
     if not name.startswith(("constructed", "groups_may_be")):
         assert result.error is None, result.error
-
-
-# Gradients that torch's op refuses
-
-FLOATS = (torch.float32, torch.float64)
-REFUSED: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
-    "fake": lambda dtype: FakeTensorMode().from_tensor(sixes(dtype)),
-    "nested": lambda dtype: torch.nested.nested_tensor([sixes(dtype)] * 2, layout=torch.strided),
-    "expanded": lambda dtype: sixes(dtype)[:1].expand(4),
-    "complex": lambda dtype: torch.full((4,), 6 + 0j),
-}
-TAKEN: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
-    "plain": sixes,
-    "overlapping": lambda dtype: sixes(dtype).as_strided((3, 2), (1, 1)),
-    "subclass": lambda dtype: sixes(dtype).as_subclass(Same),
-}
-
-
-def unscaled(scaler_type: Scaler, *gradients: torch.Tensor, **arguments: Any) -> Exception:
-    """Error of unscaling the gradients."""
-    params = [with_gradient(Elsewhere(torch.ones(4)), gradient) for gradient in gradients]
-    optimizer = types.SimpleNamespace(param_groups=[{"params": params}])
-    with pytest.raises(Exception) as raised:
-        started(scaler_type, 3.0, **arguments).unscale_(optimizer)
-    return raised.value
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of")
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("kind", REFUSED)
-def test_nothing_is_divided_beside_a_refused_gradient(kind: str, backend: str) -> None:
-    theirs = unscaled(TorchScaler, REFUSED[kind](torch.float32))
-    for name, dtypes in itertools.product(TAKEN, itertools.product(FLOATS, FLOATS)):
-        for first in (False, True):
-            refused, taken = REFUSED[kind](dtypes[0]), TAKEN[name](dtypes[1])
-            gradients = (refused, taken) if first else (taken, refused)
-            error = unscaled(GradScaler, *gradients, backend=backend)
-            assert type(error) is type(theirs)
-            assert_same(taken, TAKEN[name](dtypes[1]))

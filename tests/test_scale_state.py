@@ -240,25 +240,6 @@ def test_checkpoints_keep_the_policy() -> None:
     torchs.load_state_dict(saved)
 
 
-@pytest.mark.filterwarnings("ignore:The scale is 0")
-@pytest.mark.parametrize("is_started", [False, True])
-@pytest.mark.parametrize("scale", [0.125, 128.0, 0.0, math.inf, math.nan])
-def test_checkpoints_beyond_the_limits(scale: float, is_started: bool) -> None:
-    """They load as a scale that was set, which is left until it comes within."""
-    given, loaded = Loop(**POLICY), Loop(**POLICY)
-    given.scaler.update(scale)
-    if not is_started:
-        loaded.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
-    loaded.scaler.load_state_dict(given.scaler.state_dict())
-    loaded.scaler.scale(torch.zeros(()))
-    for value in (1.0, 1.0, 1.0, math.inf, math.inf, math.inf):
-        scales = torch.tensor([loop.scaler.get_scale() for loop in (given, loaded)])
-        assert scales[0].equal(scales[1]) or scales.isnan().all()
-        assert loaded.scaler.state_dict()["ampfast"] == given.scaler.state_dict()["ampfast"]
-        for loop in (given, loaded):
-            loop.step(value)
-
-
 def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsRecorder) -> None:
     """As a guard's of bfloat16, loaded where a training goes on in float16."""
     static = GradScaler("cpu", init_scale=1.0, dynamic=False)
