@@ -127,19 +127,6 @@ def _by_hand(
     return {found_inf.device: found_inf}
 
 
-def _no_growth(original: Hook, self: Any, *new_scale: Any) -> None:
-    before = self.get_scale()
-    original(self, *new_scale)
-    if self.get_scale() > before:
-        self._scale.fill_(before)
-
-
-def _half_start(original: Hook, self: Any, dev: Any) -> None:
-    original(self, dev)
-    self._scale.mul_(0.5)
-    self._growth_tracker.fill_(1)
-
-
 def _own_unscale(original: Hook, self: Any, optimizer: Any) -> None:
     # Unscales and writes the record itself, without the original.
     found = torch.zeros(())
@@ -179,8 +166,6 @@ BEHAVIOURS: dict[str, tuple[str, Hook]] = {
     "another scale": ("_get_scale_async", lambda original, self: original(self) * 4),
     "no scale": ("_get_scale_async", _nothing),
     "no scale checked": ("_check_scale_growth_tracker", _used_by_update_alone),
-    "update undone": ("update", _no_growth),
-    "another start": ("_lazy_init_scale_growth_tracker", _half_start),
     "unscale_ of its own": ("unscale_", _own_unscale),
     **{f"{hook} raises": (hook, _raises) for hook in HOOKS},
 }

@@ -149,16 +149,6 @@ def test_without_a_group_distributed_gradients_alone_are_agreed_on(
         assert scaler.get_scale() == scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_agrees_with_itself_without_a_collective(kind: str, world: Any) -> None:
-    scaler, optimizer = started(process_group=world), optimizer_of(kind, 4)
-    with torch.profiler.profile() as profile:
-        assert scaler.grad_norm(optimizer).item() == 2.0 / 8
-        scaler.step_and_update(optimizer)
-    assert not [event.name for event in profile.events() if "all_reduce" in event.name]
-    assert scaler.get_scale() == 16.0
-
-
 @pytest.mark.parametrize("is_left", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("world")
