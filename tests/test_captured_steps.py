@@ -112,6 +112,14 @@ def one_more(training: Training, _: object) -> None:
     training.optimizer.add_param_group({"params": [parameter_with(torch.ones(1))]})
 
 
+class Own(torch.optim.Adam):
+    """Of another project."""
+
+
+def anothers(training: Training, _: object) -> None:
+    training.optimizer = Own(training.params, capturable=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "iterations", "change", "text"),
     [
@@ -121,6 +129,7 @@ def one_more(training: Training, _: object) -> None:
         ("momentum", 0, None, FIRST.format("SGD")),
         ("adam", 0, None, FIRST.format("Adam")),
         ("adam", 1, one_more, FIRST.format("Adam")),
+        ("sgd", 1, anothers, FIRST.format("Own")),
     ],
 )
 def test_refused_before_anything_else(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import sgd_with
 from support.scale_model import (
     FACTORS,
     POLICIES,
@@ -25,6 +26,7 @@ from support.scale_model import (
     random_steps,
     update_of,
 )
+from support.scalers import started
 
 from ampfast import GradScaler, LogMax, policies
 from ampfast.backends import cpu, torch_ops
@@ -126,6 +128,29 @@ def test_a_scale_that_is_set(backend: str) -> None:
     assert loop.scaler.history().skipped.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_norms_of_an_iteration(kind: torch.dtype) -> None:
+    """Joint where each is of other gradients and of the same order, also beyond float32 squared."""
+    scaler: Any = started(GradScaler, 1.0)
+    for clips, expected in (
+        *(([(1.0, 2.0)], 3.0), ([(1.0, 2.0), (1.0, 2.0)], 5.0)),
+        *(([(1.0, math.inf), (1.0, math.inf)], 4.0), ([(1e25, 2.0), (1e25, 2.0)], 5e25)),
+        ([(1.0, 2.0), (1.0, math.inf)], None),
+    ):
+        pairs = zip(clips, (3.0, 4.0), strict=False)
+        optimizers = [sgd_with(torch.tensor([size * n], dtype=kind)) for (size, _), n in pairs]
+        for optimizer, (_, order) in zip(optimizers, clips, strict=True):
+            for _ in range(2):  # the later norm is of the same gradients
+                scaler.grad_norm(optimizer)
+            scaler.clip_grad_norm_(optimizer, 1e38, order)
+            scaler.step(optimizer)
+        scaler.update(1.0)
+        history = scaler.history()
+        assert history.has_norm[-1].item() == (expected is not None)
+        if expected is not None:
+            assert history.grad_norm[-1].item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_raises_at_the_minimum() -> None:
     loop = Loop(init_scale=2.0, min_scale=1.0, on_min_scale="raise")
     loop.step(math.inf)
@@ -172,6 +197,7 @@ def test_a_static_scale() -> None:
     assert (stats.steps, stats.skipped, stats.growths, stats.backoffs) == (4, 2, 0, 0)
     state = loop.scaler.state_dict()
     assert (state["growth_interval"], state["backoff_factor"]) == (0, 1.0)
+    assert state["ampfast"] == {"norms": [], "limits": []}
 
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(state)
