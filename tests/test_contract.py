@@ -172,23 +172,6 @@ def gradients_written_in_place(name: str, kind: Scaler) -> Any:
 
 
 @scenario
-def version_counters(kind: Scaler) -> Any:
-    scaler, gradient = started(kind), torch.ones(3)
-    optimizer, seen = sgd_with(gradient), []
-    for call in (
-        lambda: scaler.unscale_(optimizer),
-        lambda: scaler.step(optimizer),
-        scaler.update,
-        lambda: scaler.update(4.0),
-        lambda: scaler.update(torch.tensor(2.0)),
-        lambda: scaler.load_state_dict(scaler.state_dict()),
-    ):
-        call()
-        seen.append([t._version for t in (gradient, scaler._scale, scaler._growth_tracker)])
-    return seen
-
-
-@scenario
 def update_between_scale_and_backward(kind: Scaler) -> Any:
     one = side(kind, init_scale=8.0)
     one.train(0)
@@ -197,18 +180,6 @@ def update_between_scale_and_backward(kind: Scaler) -> Any:
     one.scaler.update()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         pending.backward()
-
-
-@scenario
-def unscale_after_create_graph(kind: Scaler) -> Any:
-    one = side(kind, init_scale=8.0)
-    one.scaler.scale(one.loss(1)).backward(create_graph=True)
-    parameters = list(one.model.parameters())
-    one.scaler.unscale_(one.optimizer)
-    penalty = sum(p.grad.square().sum() for p in parameters)
-    # torch decides whether autograd allows a second backward pass; ours must agree.
-    more = torch.autograd.grad(penalty, parameters)
-    return [list(more), [p.grad.detach() for p in parameters]]
 
 
 ODD_SETTINGS = [
@@ -251,31 +222,6 @@ def a_legacy_optimizer(kind: Scaler) -> Any:
     assert category is FutureWarning and filename == __file__
     scaler.update()
     return [result.comparable(), hasattr(optimizer, "grad_scale")]
-
-
-FLAGS: dict[str, dict[Any, Any]] = {
-    "double": {CPU: torch.tensor(1.0, dtype=torch.float64)},
-    "bool": {CPU: torch.tensor(True)},
-    "one element": {CPU: torch.tensor([1.0])},
-    "two elements": {CPU: torch.tensor([1.0, 0.0])},
-    "number": {CPU: 1.0},
-    "text key": {"cpu": torch.tensor(1.0)},
-    "two devices": {"a": torch.tensor(1.0), "b": torch.tensor(0.0)},
-    "nan": {CPU: torch.tensor(float("nan"))},
-}
-
-
-@scenario_of(FLAGS)
-def flags_written_by_hand(name: str, kind: Scaler) -> Any:
-    scaler, optimizer, seen = started(kind, 3.0), torch.optim.SGD([six(3)], lr=0.1), []
-    scaler.unscale_(optimizer)
-    for call in (lambda: scaler.step(optimizer), scaler.update):
-        copies = {k: f.clone() if torch.is_tensor(f) else f for k, f in FLAGS[name].items()}
-        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = copies
-        result = outcome(call)
-        # The texts name different ops.
-        seen.append([result.value, type(result.error).__name__])
-    return [seen, scaler._scale, scaler._growth_tracker]
 
 
 @scenario_of([False, True])

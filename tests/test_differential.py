@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 from support.processes import threads
@@ -14,15 +12,6 @@ from support.random_programs import VARIANTS, draw_program, explain, first_diffe
 PROGRAMS = int(os.environ.get("AMPFAST_FUZZ", "300"))
 FIRST = int(os.environ.get("AMPFAST_FUZZ_FROM", "0"))
 BATCH = 25
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> Iterator[None]:
-    """Keeps torch's own objects out of the collections that programs trigger."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("start", range(FIRST, FIRST + PROGRAMS, BATCH))

@@ -57,10 +57,6 @@ def test_looking_copies_nothing(method: str) -> None:
 REFUSED = pytest.raises(RuntimeError, match="storage of a gradient was freed or resized: ")
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
 def shrunk(tensor: torch.Tensor, size: int) -> torch.Tensor:
     tensor.untyped_storage().resize_(size)
     return tensor
@@ -81,7 +77,6 @@ GRADIENTS: dict[str, Callable[[int], torch.Tensor]] = {
     "overlapping": lambda size: shrunk(torch.ones(12).as_strided((4, 3), (1, 2)), size),
     "complex": lambda size: shrunk(torch.ones(4, 3, dtype=torch.complex64), size),
     "negative": lambda size: shrunk(torch.ones(4, 3)._neg_view(), size),
-    "subclass": lambda size: shrunk(torch.ones(4, 3), size).as_subclass(Subclass),
     "sparse values": lambda size: sparse(size, torch.Tensor._values),
     "sparse indices": lambda size: sparse(min(size, 8), torch.Tensor._indices),
 }

@@ -178,15 +178,3 @@ BEHAVIOURS: dict[str, tuple[str, Hook]] = {
 def test_effects_of_hooks_count(behaviour: str, where: str, optimizer: str, at_once: bool) -> None:
     name, hook = BEHAVIOURS[behaviour]
     agree(lambda kind: run(replaced(kind, where, name, hook), optimizer, at_once))
-
-
-@pytest.mark.parametrize("attribute", ["_scale", "_growth_tracker", "_per_optimizer_states"])
-def test_attributes_may_become_properties(attribute: str) -> None:
-    """A subclass may store these elsewhere, as wrappers around several scalers do."""
-
-    def use(scaler_type: Scaler) -> Any:
-        store: dict[str, Any] = {}
-        place = property(lambda _: store["kept"], lambda _, value: store.update(kept=value))
-        return run(type("Scaler", (scaler_type,), {attribute: place}), "adam")
-
-    agree(use)

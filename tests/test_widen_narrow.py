@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.comparison import assert_same
-from support.gradients import WRITABLE_LAYOUTS, make_gradient
 from support.kernel_parity import CHUNK, flag
 from support.processes import threads
 
@@ -100,17 +99,6 @@ def test_narrow_special_bits(
     monkeypatch.setenv("AMPFAST_BACKEND", backend)
     masters = special_floats()
     check_narrow([torch.full(masters.shape, 77.0, dtype=dtype)], [masters], narrow_on_devices)
-
-
-@pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_layouts(capability: str, dtype: torch.dtype, layout: str) -> None:
-    grads = [make_gradient(layout, dtype, seed) for seed in range(3)]
-    if core.list_of(grads, CPU, None, poisoned(grads)) is not None:
-        check_widen(grads, 1 / 3)
-    masters = [make_gradient(layout, torch.float32, seed) for seed in range(3, 6)]
-    if layout != "overlapping":
-        check_narrow(grads, masters, narrow_on_devices)
 
 
 @pytest.mark.parametrize("start", range(9))

@@ -87,13 +87,6 @@ class Plan(NamedTuple):
     rigs: tuple[RigPlan, ...]
 
 
-class Pair(NamedTuple):
-    """Tuple that cannot be rebuilt from one iterable, which `scale` refuses."""
-
-    first: torch.Tensor
-    second: torch.Tensor
-
-
 class World:
     """Two scalers and some rigs; every public method is an operation of a program.
 
@@ -154,7 +147,6 @@ class World:
             "generator_in_list": lambda: [(t for t in (x, y))],
             "dict_values": lambda: {"a": x, "b": y}.values(),
             "empty": list,
-            "named": lambda: Pair(x, y),
             "number": lambda: 3.0,
             "number_in_list": lambda: [x, 3],
             "none": lambda: None,
