@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,18 +11,15 @@ import torch
 from support.captures import (
     SKIPPABLE,
     Capturing,
-    OnGpu,
     Training,
     assert_no_more_breaks,
     assert_replays_are_eager,
 )
-from support.gradients import parameter_with
+from support.gradients import parameter_with, sgd_with
 from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler, started
 
-from ampfast import GradScaler, Sigmas, capture, grad_scaler
-from ampfast.backends import scalars
-from ampfast.loss_scale import Limits, LossScale
+from ampfast import GradScaler, capture, grad_scaler
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -33,14 +27,6 @@ OptState = torch.amp.grad_scaler.OptState
 @pytest.fixture
 def capturing(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> Capturing:
     return Capturing(launcher, monkeypatch)
-
-
-def step(training: Training) -> None:
-    training.step()
-
-
-def step_together(training: Training) -> None:
-    training.step(together=True)
 
 
 def unscale_then_step(training: Training) -> None:
@@ -53,67 +39,17 @@ def clip_then_step(training: Training) -> None:
     training.step()
 
 
-@pytest.mark.parametrize("calls", [step, step_together, unscale_then_step])
+CALLS = [
+    *((Training.step, TorchScaler), (partial(Training.step, together=True), TorchScaler)),
+    *((unscale_then_step, TorchScaler), (clip_then_step, GradScaler)),
+]
+
+
+@pytest.mark.parametrize(("calls", "rival"), CALLS)
 @pytest.mark.parametrize("kind", SKIPPABLE)
-def test_replays_are_torchs_eager_steps(capturing: Capturing, kind: str, calls: Any) -> None:
-    assert_replays_are_eager(capturing, kind, calls, TorchScaler)
+def test_replays_are_eager_steps(capturing: Capturing, kind: str, calls: Any, rival: Any) -> None:
+    assert_replays_are_eager(capturing, kind, calls, rival)
     assert capturing.graph.calls.count("begin") == capturing.graph.calls.count("end") == 1
-
-
-@pytest.mark.parametrize("kind", SKIPPABLE)
-def test_replays_clip_as_eager_steps(capturing: Capturing, kind: str) -> None:
-    assert_replays_are_eager(capturing, kind, clip_then_step, GradScaler)
-
-
-def clipping(capturing: Capturing, **arguments: Any) -> list[Callable[..., Any]]:
-    """Loads norms, replays a captured step that has a limit, and returns its norms."""
-    training = trained()
-    scaler, optimizer = training.scaler, training.optimizer
-
-    def clip_and_step() -> None:
-        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4, **arguments))
-        training.step()
-
-    clip_and_step()
-    with capturing.of(scaler) as graph:
-        clip_and_step()
-
-    def load(norms: Any) -> None:
-        saved = scaler.state_dict()
-        saved["ampfast"]["norms"] = [norms]
-        scaler.load_state_dict(saved)
-
-    def replay() -> str | None:
-        training.feed(1)
-        optimizer.zero_grad(set_to_none=False)
-        training.backward()
-        graph.replay()
-        return scaler.skip_reason(optimizer)
-
-    return [load, replay, lambda: scaler.state_dict()["ampfast"]["norms"][0]]
-
-
-def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
-    load, replay, kept = clipping(capturing)
-    for last, reason in ((1.0, "spike"), (1e6, None)):
-        norms = [1e-3, last, 1e-3, last]
-        load(norms)
-        assert replay() == reason
-        if reason:
-            assert kept() == {"norms": norms, "spikes": 1}
-        else:
-            assert kept()[:3] == norms[1:] and kept()[-1] not in (1e-3, last)
-
-
-def test_replays_take_a_lasting_change_as_usual(capturing: Capturing) -> None:
-    load, replay, kept = clipping(capturing, patience=3)
-    load({"norms": [1e-3] * 4, "spikes": 1})
-    assert [replay() for _ in range(4)] == ["spike", "spike", None, None]
-    with pytest.warns(UserWarning, match="Sigmas: 3 steps in a row"):
-        assert len(kept()) == 2
-
-
-# Calls that capture a step, each of which fails in turn
 
 
 def trained(kind: str = "sgd", iterations: int = 1) -> Training:
@@ -131,83 +67,39 @@ def state_of(training: Training) -> dict[str, Any]:
     return training.scaler._per_optimizer_states[id(training.optimizer)]
 
 
-def is_untouched(training: Training) -> bool:
-    state = state_of(training)
-    return state["stage"] is OptState.READY and not state["found_inf_per_device"]
-
-
-CALLS = ["get", "get", "begin", "step", "end"]
-
-
-@pytest.mark.parametrize("fails", ["", "get", "begin", "step", "end"])
+@pytest.mark.parametrize("fails", [False, True])
 def test_the_body_is_the_step_alone_and_ends_when_it_raises(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch, fails: str
+    capturing: Capturing, fails: bool
 ) -> None:
     training, after = trained(), torch.zeros(())
+
+    def step() -> str:
+        capturing.graph.note("step")
+        return "result"
+
+    training.optimizer.step = step
     with capturing.of(training.scaler) as graph:
-        plain_step = training.optimizer.step
-
-        def stepped() -> str:
-            graph.note("step")
-            plain_step()
-            return "result"
-
-        monkeypatch.setattr(training.optimizer, "step", stepped)
-        graph.fails = fails
+        graph.fails = "step" * fails
         if fails:
-            with pytest.raises(RuntimeError, match=f"^{fails} fails$"):
+            with pytest.raises(RuntimeError, match=r"^step fails$"):
                 training.scaler.step(training.optimizer)
         else:
             assert training.scaler.step(training.optimizer) == "result"
         after.add_(1)
-    if fails == "get":
-        assert graph.calls == ["get"]
-        assert is_untouched(training)
-    else:
-        done = CALLS.index(fails) + 1 if fails else len(CALLS)
-        assert graph.calls == CALLS[:done] + ["end"] * (fails == "step")
-        # As after an eager step that raises.
-        state = state_of(training)
-        assert state["stage"] is (OptState.UNSCALED if fails else OptState.STEPPED)
-        assert len(state["found_inf_per_device"]) == 1
+    assert graph.calls == ["get", "get", "begin", "step", "end"]
+    # As after an eager step that raises.
+    stage = OptState.UNSCALED if fails else OptState.STEPPED
+    assert state_of(training)["stage"] is stage
     training.params[0].grad.fill_(torch.inf)
     graph.replay()
     assert after.item() == 1.0, "outside of the body"
 
 
-def test_an_update_that_rides_is_undone_when_the_step_raises(
-    capturing: Capturing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = trained()
-    before = [training.scaler._scale.clone(), training.scaler._growth_tracker.clone()]
-    with capturing.of(training.scaler) as graph:
-        monkeypatch.setattr(training.optimizer, "step", lambda: graph.note("step"))
-        graph.fails = "step"
-        with pytest.raises(RuntimeError, match=r"^step fails$"):
-            training.step(together=True)
-    training.params[0].grad.fill_(torch.inf)
-    graph.replay()
-    assert [training.scaler._scale, training.scaler._growth_tracker] == before
-
-
 # Refused before anything else
 
 
-@pytest.mark.parametrize("other", [torch.zeros((), device="meta"), 0.0])
-def test_refused_with_a_flag_elsewhere(capturing: Capturing, other: Any) -> None:
-    training, flag = trained(), torch.zeros(()).as_subclass(OnGpu)
-    state = {"found_inf_per_device": {flag.device: flag, "elsewhere": other}}
-    named = pytest.raises(RuntimeError, match=r"to skip on (meta|None), too")
-    with capturing.of(training.scaler) as graph, named:
-        training.scaler._maybe_opt_step(training.optimizer, state)
-    assert not graph.calls
-
-
-ELSEWHERE, OTHER = torch.ones((), device="meta"), torch.device("cuda", 1)
-FIRST, ON_HOST = "the first step of {}, .*: run one iteration", "counts steps on the host"
-ADAGRAD = f"a step of Adagrad, which {ON_HOST}"
-
-
+OTHER = torch.device("cuda", 1)
+FIRST = "the first step of {}, .*: run one iteration"
 OLD = r"that the host may skip: take torch 2\.12 or newer .*CUDA 12\.4 .*fused=True"
 Change = Callable[[Training, pytest.MonkeyPatch], object]
 
@@ -216,25 +108,16 @@ def with_(owner: Any, name: str, value: Any) -> Change:
     return lambda training, patch: patch.setattr(owner, name, value)
 
 
-def counting(kind: str, *counts: Any) -> Change:
-    """Changes to another kind of optimizer, whose parameters were stepped so often."""
-
-    def change(training: Training, _: object) -> None:
-        training.optimizer = getattr(torch.optim, kind)(training.params)
-        for param, count in zip(training.params, counts, strict=False):
-            training.optimizer.state[param]["step"] = count
-
-    return change
-
-
-def not_capturable(training: Training, _: object) -> None:
-    training.optimizer = torch.optim.Adam(training.params, capturable=False)
-    training.optimizer.step()
-    training.optimizer.state[training.weight]["step"] = ELSEWHERE
-
-
 def one_more(training: Training, _: object) -> None:
     training.optimizer.add_param_group({"params": [parameter_with(torch.ones(1))]})
+
+
+class Own(torch.optim.Adam):
+    """Of another project."""
+
+
+def anothers(training: Training, _: object) -> None:
+    training.optimizer = Own(training.params, capturable=True)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +129,7 @@ def one_more(training: Training, _: object) -> None:
         ("momentum", 0, None, FIRST.format("SGD")),
         ("adam", 0, None, FIRST.format("Adam")),
         ("adam", 1, one_more, FIRST.format("Adam")),
-        ("sgd", 1, counting("Muon"), FIRST.format("Muon")),
-        ("sgd", 1, not_capturable, f"{ON_HOST}, .*: make it with capturable=True"),
-        ("sgd", 1, counting("Adagrad", 1), ADAGRAD),
-        ("sgd", 1, counting("Adagrad", ELSEWHERE), ADAGRAD),
-        ("sgd", 1, counting("Adagrad", torch.ones(()), ELSEWHERE), ADAGRAD),
+        ("sgd", 1, anothers, FIRST.format("Own")),
     ],
 )
 def test_refused_before_anything_else(
@@ -262,72 +141,9 @@ def test_refused_before_anything_else(
     named = pytest.raises(RuntimeError, match=f"^a CUDA graph .*cannot capture .*{text}")
     with capturing.of(training.scaler) as graph, named:
         training.scaler.step(training.optimizer)
-    assert is_untouched(training)
+    state = state_of(training)
+    assert state["stage"] is OptState.READY and not state["found_inf_per_device"]
     assert "begin" not in graph.calls
-
-
-@pytest.mark.parametrize("is_capturable", [False, True])
-def test_another_projects_optimizer_is_known_by_capturable(is_capturable: bool) -> None:
-    param = torch.nn.Parameter(torch.ones(1))
-    group = {"params": [param], **({"capturable": True} if is_capturable else {})}
-    assert capture._lacks_state(object(), group, {}) is is_capturable
-    assert not capture._lacks_state(object(), group, {"exp_avg": param})
-
-
-def test_compiled_code_refuses_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    capture.refuse_capture("what is traced")
-
-
-def test_an_eager_step_is_not_asked(capturing: Capturing) -> None:
-    training = trained("adam", 0)
-    training.scaler.unscale_(training.optimizer)
-    training.scaler._scale = training.scaler._scale.as_subclass(OnGpu)
-    training.scaler.step(training.optimizer)
-    assert not capturing.graph.calls
-
-
-def test_an_override_of_the_hook_decides(capturing: Capturing) -> None:
-    training = trained()
-    training.scaler._maybe_opt_step = lambda *args: "its own"
-    with capturing.of(training.scaler) as graph:
-        assert training.scaler.step(training.optimizer) == "its own"
-    assert not graph.calls
-
-
-REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
-
-
-class Counted(torch.Tensor):
-    """CPU tensor that claims to be on a GPU, and counts reads by the host."""
-
-    waits: list[float]
-    is_cuda = property(lambda self: True)
-
-    def item(self) -> float:
-        value = super().item()
-        Counted.waits.append(value)
-        return value
-
-
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Simulates a capture that never ends."""
-    monkeypatch.setattr(Counted, "waits", [], raising=False)
-
-    def begin() -> None:
-        for module in (capture, grad_scaler):
-            monkeypatch.setattr(module, "is_capturing", lambda: True)
-        # As of a torch that cannot skip a step: others ask the driver for the graph.
-        monkeypatch.setattr(torch.version, "hip", "0")
-
-    return begin
-
-
-def sgd(*grads: float, **arguments: Any) -> torch.optim.Optimizer:
-    params = [parameter_with(torch.tensor([grad])) for grad in grads]
-    return torch.optim.SGD(params, lr=0.1, **arguments)
 
 
 READS = {
@@ -343,132 +159,17 @@ READS = {
 
 
 @pytest.mark.parametrize(("name", "what"), READS.items(), ids=READS)
-def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], None]) -> None:
-    scaler, optimizer = started(GradScaler, track="overflow"), sgd(1.0)
+def test_refuses_reads_by_the_host(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, optimizer = started(GradScaler, track="overflow"), sgd_with(torch.ones(1))
     scaler.step(optimizer)
     scaler.update()
     arguments = (optimizer,) if name in ("step_skipped", "health") else ()
     getattr(scaler, name)(*arguments)
-    pretend()
+    for module in (capture, grad_scaler):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):
         getattr(scaler, name)(*arguments)
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
-
-
-def test_refuses_to_create_state_off_the_cpu(pretend: Callable[[], None]) -> None:
-    meta, cpu = torch.device("meta"), torch.device("cpu")
-    pretend()
-    for begins in (
-        GradScaler("cpu", backend="aten")._lazy_init_scale_growth_tracker,
-        LossScale(Limits()).words_on,
-    ):
-        with REFUSED:
-            begins(meta)
-        begins(cpu)
-    moved = LossScale(Limits())
-    assert moved.words_on(cpu) is moved.words_on(cpu)
-    with REFUSED:
-        moved.words_on(meta)
-
-
-def test_state_moves_with_the_scale() -> None:
-    state = LossScale(Limits())
-    state.words_on(torch.device("cpu"))
-    state._new_words = lambda: pytest.fail("made anew")
-    assert state.words_on(torch.device("meta")).device.type == "meta"
-    scaler, optimizer = started(GradScaler), sgd(1.0)
-    scaler.step(optimizer)
-    scaler._scale = scaler._scale.to("meta")
-    assert scaler.found_inf(optimizer).device.type == "meta"
-
-
-def test_steps_of_a_capture_on_the_cpu(pretend: Callable[[], None]) -> None:
-    scaler, momentum, optimizer = started(GradScaler), sgd(1.0, fused=True, momentum=0.9), sgd(1.0)
-    pretend()
-    with REFUSED:
-        scaler.step(momentum)
-    scaler.step(optimizer)  # which is not part of it
-    assert scaler.found_inf(optimizer).tolist() == 0.0
-
-
-@pytest.mark.parametrize("overridden", [False, True])
-def test_refuses_a_plain_step_before_it_unscales(
-    overridden: bool, pretend: Callable[[], None]
-) -> None:
-    scaler, optimizer = started(GradScaler), sgd(1.0)
-    scaler._scale = scaler._scale.as_subclass(Counted)
-    if overridden:  # an override may decide on the device
-        scaler._maybe_opt_step = lambda *args, **kwargs: None
-    pretend()
-    with contextlib.nullcontext() if overridden else REFUSED:
-        scaler.step(optimizer)
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"].name
-    assert stage == ("STEPPED" if overridden else "READY")
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1, 2])
-@pytest.mark.parametrize("on_gpus", [0, 1, 2])
-def test_the_host_waits_once_for_all_gpus(
-    on_gpus: int, bad: int | None, pretend: Callable[[], None]
-) -> None:
-    scaler, optimizer = started(GradScaler), sgd(1.0)
-    flags = [torch.tensor(float(index == bad)) for index in range(on_gpus + 1)]
-    found: dict[Any, Any] = {"elsewhere": flags[0]}
-    for index, flag in enumerate(flags[1:]):
-        found[f"gpu {index}"] = flag.as_subclass(Counted)
-    number = torch.tensor(float(bad == on_gpus + 1)).item
-    found["no tensor"] = SimpleNamespace(is_cuda=False, item=number)
-    steps: list[None] = []
-    optimizer.step = lambda: steps.append(None)
-    state = {"found_inf_per_device": found}
-    scaler._maybe_opt_step(optimizer, state)
-    assert len(Counted.waits) == min(on_gpus, 1)
-    assert steps == ([None] if bad is None or bad > on_gpus + 1 else [])
-    assert state["found_inf_per_device"] is found
-    pretend()
-    with REFUSED if on_gpus else contextlib.nullcontext():
-        scaler._maybe_opt_step(optimizer, state)
-
-
-def test_stays_enabled_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grad_scaler, torch.cuda.amp.common):
-        monkeypatch.setattr(module, "amp_definitely_not_available", lambda: False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert GradScaler("cuda").is_enabled()
-
-
-class Arrival:
-    has_come = False
-
-    def query(self) -> bool:
-        return self.has_come
-
-    def synchronize(self) -> None:
-        self.has_come = True
-
-
-def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: list[Any] = []
-
-    def copy(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
-        ways.append((counters.clone(), None if len(ways) == 2 else Arrival()))
-        return ways[-1]
-
-    monkeypatch.setattr(scalars, "copy_to_host_async", copy)
-    copies = scalars.HostCopies()
-    for value, comes, arrived, count in (
-        *((1, None, None, 1), (2, None, None, 1)),
-        *((3, 0, [1], 2), (4, None, None, 2)),
-        *((5, 1, [3], 3), (6, None, [5], 4)),
-    ):
-        if comes is not None:
-            ways[comes][1].has_come = True
-        assert copies.latest(torch.tensor([value]).as_subclass(Counted)) == arrived
-        assert len(ways) == count
-    assert copies.latest(torch.tensor([7]).as_subclass(Counted), waits=True) == [6]
-    assert pickle.loads(pickle.dumps(copies))._pending is None
-    assert scalars.HostCopies().latest(torch.tensor([7])) == [7]
 
 
 @pytest.mark.slow

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support import scalers
-from support.comparison import assert_same
-from support.gradients import parameter_with, sgd_with
+from support.gradients import parameter_with
 from support.scalers import TorchScaler
-from torch.utils.flop_counter import FlopCounterMode
 
-from ampfast import GradScaler, functional, master_weights_
+from ampfast import GradScaler
 
 
 class Calls(GradScaler):
@@ -23,18 +21,6 @@ class Calls(GradScaler):
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         return super()._unscale_grads_(*args)
-
-
-class Divides:
-    """Optimizer that only divides by `grad_scale`."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, param: torch.nn.Parameter) -> None:
-        self.param_groups = [{"params": [param]}]
-
-    def step(self) -> None:
-        pass
 
 
 def lazy() -> tuple[torch.Tensor, torch.nn.Parameter]:
@@ -60,19 +46,15 @@ def test_unscaling_leaves_the_original(kind: type, arguments: dict[str, Any]) ->
     assert original.tolist() == [8.0] * 3
 
 
-@pytest.mark.parametrize("method", ["step", "_check_inf_per_device", "grad_norm"])
+@pytest.mark.parametrize("method", ["_check_inf_per_device", "grad_norm"])
 def test_looking_copies_nothing(method: str) -> None:
     """Asking for writable memory would copy."""
     _, param = lazy()
-    getattr(started(), method)(Divides(param))
+    getattr(started(), method)(torch.optim.SGD([param]))
     assert torch._C._is_cow_tensor(param.grad)
 
 
 REFUSED = pytest.raises(RuntimeError, match="storage of a gradient was freed or resized: ")
-
-
-class Subclass(torch.Tensor):
-    pass
 
 
 def shrunk(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -95,27 +77,22 @@ GRADIENTS: dict[str, Callable[[int], torch.Tensor]] = {
     "overlapping": lambda size: shrunk(torch.ones(12).as_strided((4, 3), (1, 2)), size),
     "complex": lambda size: shrunk(torch.ones(4, 3, dtype=torch.complex64), size),
     "negative": lambda size: shrunk(torch.ones(4, 3)._neg_view(), size),
-    "subclass": lambda size: shrunk(torch.ones(4, 3), size).as_subclass(Subclass),
     "sparse values": lambda size: sparse(size, torch.Tensor._values),
     "sparse indices": lambda size: sparse(min(size, 8), torch.Tensor._indices),
 }
-CALLS: dict[str, Callable[[GradScaler, Any], object]] = {
-    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
-    "step": lambda scaler, optimizer: scaler.step(optimizer),
-    "step_and_update": lambda scaler, optimizer: scaler.step_and_update(optimizer),
-    "clip_grad_norm_": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0),
-    "grad_norm": lambda scaler, optimizer: scaler.grad_norm(optimizer),
-    "other norm": lambda scaler, optimizer: scaler.grad_norm(optimizer, 3.0),
-}
+CALLS: list[tuple[Any, ...]] = [
+    *(("unscale_",), ("step",), ("step_and_update",)),
+    *(("clip_grad_norm_", 1.0), ("grad_norm",), ("grad_norm", 3.0)),
+]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("backend", [None, "aten"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.parametrize("size", [0, 16])
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_the_scaler_refuses_it(
-    kind: str, size: int, call: str, backend: str | None, fused: bool
+    kind: str, size: int, call: tuple[Any, ...], backend: str | None, fused: bool
 ) -> None:
     good, bad = parameter_with(torch.full((3,), 8.0)), torch.nn.Parameter(torch.ones(4, 3))
     if kind == "complex":
@@ -126,7 +103,7 @@ def test_the_scaler_refuses_it(
     optimizer._step_supports_amp_scaling = fused
     scaler = started(backend=backend, track="overflow")
     with REFUSED:
-        CALLS[call](scaler, optimizer)
+        getattr(scaler, call[0])(optimizer, *call[1:])
     assert good.grad.tolist() == [8.0] * 3
     assert good.tolist() == [1.0] * 3
     good.grad, bad.grad = torch.full((3,), 8.0), None
@@ -134,98 +111,32 @@ def test_the_scaler_refuses_it(
     assert good.grad.tolist() == [2.0] * 3, "unscaled once"
 
 
-@pytest.mark.parametrize("size", [0, 16])
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_the_functions_refuse_it(kind: str, size: int) -> None:
-    good, found, scale = torch.full((3,), 8.0), torch.zeros(()), torch.full((), 4.0)
-    ops = torch.ops.ampfast  # called as by a compiled function
-    calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
-        *((functional.unscale_, (found, scale)), (functional.check_, (found,))),
-        (functional.grad_norm, ()),
-    ]
-    if kind in ("dense", "strided", "behind", "overlapping", "complex"):
-        calls += [(ops.unscale_, (found, scale)), (ops.check_, (found,))]
-        calls.append((ops.grad_norm, (3.0, None)))
-    for call, arguments in calls:
-        with REFUSED:
-            call([good, GRADIENTS[kind](size)], *arguments)
-    assert (good.tolist(), found.item(), scale.item()) == ([8.0] * 3, 0.0, 4.0)
-
-
-def test_a_mode_that_watches_does_not_hide_it() -> None:
-    optimizer = sgd_with(good := torch.full((3,), 8.0), shrunk(torch.ones(3), 4))
-    with FlopCounterMode(display=False), REFUSED:
-        started().unscale_(optimizer)
-    assert good.tolist() == [8.0] * 3
-
-
-def test_memory_that_is_larger_than_needed_or_not_needed_is_fine() -> None:
-    grads = [
-        torch.ones(40)[28:].view(4, 3),
-        torch.ones(4, 6)[:, ::2],
-        torch.ones(12).as_strided((4, 3), (3, 1)),
-        shrunk(torch.ones(4)[:0], 0),
-        shrunk(torch.ones(4, 6)[:0, ::2], 0),
-        torch.ones(3).as_subclass(Subclass),
-    ]
-    started().unscale_(sgd_with(*grads))
-    assert [grad.unique().tolist() for grad in grads if grad.numel()] == [[0.25]] * 4
-
-
 Made = tuple[list[torch.nn.Parameter], torch.optim.Optimizer]
-
-
-def sgd(params: list[torch.nn.Parameter], *grads: torch.Tensor) -> Made:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of duplicates
-        return params, torch.optim.SGD(params, lr=1.0, fused=True)
-
-
-def zeros(*sizes: int) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
-
-
-def eights(count: int) -> torch.Tensor:
-    return torch.arange(1.0, count) * 8
-
-
-def pair() -> torch.Tensor:
-    return torch.tensor([24.0, 32.0])
-
-
-def in_two_groups() -> Made:
-    params, optimizer = sgd(zeros(2), pair())
-    optimizer.param_groups.append({**optimizer.param_groups[0]})
-    return params * 2, optimizer
-
-
-def over_memory_of_numpy() -> Made:
-    memory = eights(6).numpy()
-    return sgd(zeros(3, 3), torch.from_numpy(memory)[:3], torch.from_numpy(memory)[2:])
-
-
-SHARED: dict[str, Callable[[], Made]] = {
-    "listed twice": lambda: sgd(zeros(2) * 2, *[pair()] * 2),
-    "in two groups": in_two_groups,
-    "one gradient of two": lambda: sgd(zeros(2, 2), *[pair()] * 2),
-    "overlapping views": lambda: sgd(zeros(3, 3), *halves(eights(6))),
-    "a view of the other with gaps": lambda: sgd(zeros(3, 6), *gaps(eights(7))),
-    "over memory of NumPy": over_memory_of_numpy,
+# Gradients by their views of one memory; of the first two kinds there is one parameter.
+VIEWS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "listed twice": lambda base: [base],
+    "in two groups": lambda base: [base],
+    "one gradient of two": lambda base: [base, base],
+    "overlapping views": lambda base: [base[:3], base[2:]],
+    "a view of the other with gaps": lambda base: [base[::2], base],
+    "over memory of NumPy": lambda base: [torch.from_numpy(base.numpy())[:3], base[2:]],
 }
 
 
-def halves(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return base[:3], base[2:]
+def shared(kind: str) -> Made:
+    """Parameters, in the order in which they are listed, and their optimizer."""
+    params = [parameter_with(view, fill=0.0) for view in VIEWS[kind](torch.arange(1.0, 7.0) * 8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of duplicates
+        listed = params * 2 if kind == "listed twice" else params
+        optimizer = torch.optim.SGD(listed, lr=1.0, fused=True)
+    if kind == "in two groups":
+        optimizer.param_groups.append({**optimizer.param_groups[0]})
+    return [p for group in optimizer.param_groups for p in group["params"]], optimizer
 
 
-def gaps(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return base[::2], base
-
-
-def by_torch(make: Callable[[], Made], limit: float, order: float) -> list[torch.Tensor]:
-    params, optimizer = make()
+def by_torch(kind: str, limit: float, order: float) -> list[torch.Tensor]:
+    params, optimizer = shared(kind)
     started(TorchScaler, 8.0).unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(params, limit, order)
     return [norm, *(param.grad for param in params if param.grad is not None)]
@@ -234,11 +145,9 @@ def by_torch(make: Callable[[], Made], limit: float, order: float) -> list[torch
 @pytest.mark.parametrize("order", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("limit", [1.0, 0.1])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
-def test_a_clip_is_torchs(
-    make: Callable[[], Made], in_place: bool, limit: float, order: float
-) -> None:
-    params, optimizer = make()
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_clip_is_torchs(kind: str, in_place: bool, limit: float, order: float) -> None:
+    params, optimizer = shared(kind)
     scaler = started(scale=8.0)
     before = [param.grad.tolist() for param in params if param.grad is not None]
     with pytest.warns(UserWarning, match="share memory"):
@@ -248,62 +157,9 @@ def test_a_clip_is_torchs(
         warnings.simplefilter("error")  # it warns once
         clipped = scaler.clip_grad_norm_(optimizer, limit, order, in_place=in_place)
     ours = [clipped, *(param.grad for param in params)]
-    expected = by_torch(make, limit, order)
+    expected = by_torch(kind, limit, order)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(norm, expected[0], rtol=1e-6, atol=0)
     scaler.step(optimizer)
     assert not scaler.step_skipped(optimizer)
     assert params[0].ne(0).any()
-
-
-@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
-def test_the_functions_clip_is_torchs(make: Callable[[], Made]) -> None:
-    params, _ = make()
-    others, _ = make()
-    ours = functional.clip_grad_norm_(params, 0.1)
-    theirs = torch.nn.utils.clip_grad_norm_(others, 0.1)
-    assert_same([ours, *(p.grad for p in params)], [theirs, *(p.grad for p in others)])
-
-
-def test_optimizers_whose_gradients_overlap() -> None:
-    make = SHARED["overlapping views"]
-    (a, b), _ = make()
-    optimizers = [torch.optim.SGD([a], lr=1.0), torch.optim.SGD([b], lr=1.0)]
-    with pytest.warns(UserWarning, match="share memory"):
-        norm = started(scale=8.0).clip_grad_norm_(optimizers, 1.0)
-    expected = by_torch(make, 1.0, 2.0)
-    torch.testing.assert_close([norm, a.grad, b.grad], expected, rtol=1e-6, atol=0)
-
-
-def test_an_overflow_skips_the_step() -> None:
-    params, optimizer = SHARED["listed twice"]()
-    params[0].grad[0] = math.inf
-    scaler = started(scale=8.0)
-    with pytest.warns(UserWarning, match="share memory"):
-        assert scaler.clip_grad_norm_(optimizer, 1.0) == math.inf
-    scaler.step(optimizer)
-    assert scaler.step_skipped(optimizer) and params[0].eq(0).all()
-
-
-def test_master_weights_of_a_parameter_that_is_listed_twice() -> None:
-    """16-bit gradients are unscaled once; the float32 gradient counts and is clipped twice."""
-    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    optimizer.param_groups[0]["params"].append(param)
-    optimizer = master_weights_(optimizer)
-    param.grad = torch.tensor([24.0, 32.0], dtype=torch.bfloat16)
-    scaler = started(scale=8.0)
-    with pytest.warns(UserWarning, match="share memory"):
-        norms = [scaler.grad_norm(optimizer), scaler.clip_grad_norm_(optimizer, 1.0)]
-    grad = torch.tensor([3.0, 4.0]) / (50**0.5 + 1e-6) ** 2
-    torch.testing.assert_close(torch.stack(norms), torch.full((2,), 50**0.5))
-    torch.testing.assert_close(param.grad.float(), grad)
-
-
-def test_buckets_are_no_shared_memory() -> None:
-    """Views beside each other in one storage, as of DDP."""
-    bucket = torch.arange(1.0, 7.0) * 8
-    optimizer = sgd_with(bucket[3:], bucket[:3])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        started(scale=8.0).clip_grad_norm_(optimizer, 1.0)

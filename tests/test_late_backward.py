@@ -10,138 +10,6 @@ import pytest
 import torch
 
 from ampfast import GradScaler, StepGuard
-from ampfast.grad_scaler import OptState
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "plain": lambda params: torch.optim.SGD(params, lr=0.1),
-    "fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
-}
-KINDS = pytest.mark.parametrize("kind", OPTIMIZERS)
-
-
-class Model:
-    """Two parameters and their optimizer."""
-
-    def __init__(self, kind: str = "plain") -> None:
-        self.params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-        self.optimizer = OPTIMIZERS[kind](self.params)
-
-    def loss(self) -> torch.Tensor:
-        return sum((param * param).sum() for param in self.params)  # type: ignore[return-value]
-
-
-def warned(program: Callable[[], object]) -> list[str]:
-    """Files at which the warning points, and the text of any other warning."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        program()
-    return [
-        each.filename if "unscale_() after the last backward()" in str(each.message) else "other"
-        for each in caught
-    ]
-
-
-@KINDS
-@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "accumulated"])
-@pytest.mark.parametrize("way", ["unscale_", "clip_grad_norm_", "list of losses", "generator"])
-def test_a_cell_without_update_warns_once(kind: str, clears: bool, way: str) -> None:
-    scaler, model = GradScaler("cpu"), Model(kind)
-
-    def notebook() -> None:
-        for _ in range(2):
-            # A cell that looks at gradients.
-            scaler.scale(model.loss()).backward()
-            if way == "clip_grad_norm_":
-                scaler.clip_grad_norm_(model.optimizer, 1.0)
-            else:
-                scaler.unscale_(model.optimizer)
-            # The cell that trains.
-            if clears:
-                model.optimizer.zero_grad()
-            if way == "list of losses":
-                sum(scaler.scale([model.loss(), model.loss()])).backward()
-            elif way == "generator":
-                sum(scaler.scale(model.loss() for _ in range(2))).backward()
-            else:
-                scaler.scale(model.loss()).backward()
-            scaler.step(model.optimizer)
-            scaler.update()
-
-    assert warned(notebook) == [__file__]
-
-
-def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
-    scaler, model = GradScaler("cpu"), Model()
-    scaler.scale(model.loss()).backward()
-    scaler.unscale_(model.optimizer)
-    scaler.scale(model.loss()).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="perhaps too large by the factor of the scale"):
-            scaler.step(model.optimizer)
-    assert model.params[0].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("overrides", [False, True])
-def test_a_step_that_raises_for_want_of_checks_does_not_warn(overrides: bool) -> None:
-    scaler, model = (ByTorch if overrides else GradScaler)("cpu"), Model()
-
-    def program() -> None:
-        scaler.scale(model.loss())
-        for _ in range(2):
-            with pytest.raises(AssertionError, match="No inf checks"):
-                scaler.step(model.optimizer)
-            scaler.scale(model.loss()).backward()
-
-    assert warned(program) == []
-
-
-@KINDS
-def test_writing_gradients_warns_of_nothing(kind: str) -> None:
-    """A clip and noise, in place and not, beside a backward of another model."""
-    scaler, model, other = GradScaler("cpu"), Model(kind), Model()
-
-    def program() -> None:
-        for _ in range(3):
-            for _ in range(2):
-                scaler.scale(model.loss() / 2).backward()
-            scaler.unscale_(model.optimizer)
-            torch.nn.utils.clip_grad_norm_(model.params, 0.1)
-            scaler.scale(other.loss()).backward()
-            torch.nn.utils.clip_grad_norm_(model.params, 0.05)
-            for param in model.params:
-                assert param.grad is not None
-                param.grad = param.grad + torch.full_like(param.grad, 1e-3)
-            scaler.step(model.optimizer)
-            scaler.step(other.optimizer)
-            scaler.update()
-            model.optimizer.zero_grad()
-            other.optimizer.zero_grad()
-
-    assert warned(program) == []
-
-
-@KINDS
-def test_two_networks_that_take_turns_warn_of_nothing(kind: str) -> None:
-    """As generator and discriminator: each loss reaches the gradients of one, or of both."""
-    scaler, one, two = GradScaler("cpu"), Model(kind), Model(kind)
-
-    def program() -> None:
-        for _ in range(3):
-            one.optimizer.zero_grad()
-            scaler.scale(one.loss()).backward()
-            scaler.unscale_(one.optimizer)
-            penalty = scaler.scale(one.loss())
-            torch.autograd.grad(penalty, one.params)
-            scaler.step(one.optimizer)
-            two.optimizer.zero_grad()
-            scaler.scale(one.loss() + two.loss()).backward()
-            scaler.unscale_(two.optimizer)
-            torch.nn.utils.clip_grad_norm_(two.params, 1.0)
-            scaler.step(two.optimizer)
-            scaler.update()
-
-    assert warned(program) == []
 
 
 class ByTorch(GradScaler):
@@ -151,98 +19,137 @@ class ByTorch(GradScaler):
         return super()._unscale_grads_(*args, **kwargs)
 
 
-CLOSURES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "L-BFGS": lambda params: torch.optim.LBFGS(params, max_iter=2),
+class Model:
+    """Two parameters, their optimizer and a scaler."""
+
+    def __init__(self, scaler: Any, fused: bool = False) -> None:
+        self.params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        self.optimizer: Any = torch.optim.SGD(self.params, lr=0.1, fused=fused)
+        self.scaler = scaler
+
+    def loss(self) -> torch.Tensor:
+        return sum((param * param).sum() for param in self.params)  # type: ignore[return-value]
+
+    def backward(self) -> None:
+        self.scaler.scale(self.loss()).backward()
+
+    def unscale_(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def clip(self) -> None:
+        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    def end(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+Program = Callable[[Model], object]
+
+
+def backward_of_a_list(model: Model) -> None:
+    sum(model.scaler.scale([model.loss(), model.loss()])).backward()
+
+
+def backward_of_a_generator(model: Model) -> None:
+    sum(model.scaler.scale(model.loss() for _ in range(2))).backward()
+
+
+def closure(model: Model, clears: bool = False, evaluates: bool = False) -> None:
+    """A step of a closure that scales its loss, or that only evaluates."""
+
+    def call() -> torch.Tensor:
+        loss = model.scaler.scale(model.loss())
+        if clears:
+            model.clear()
+        if not evaluates:
+            loss.backward()
+        return loss.detach()
+
+    model.backward()
+    model.scaler.step(model.optimizer, call)
+    model.scaler.update()
+    model.clear()
+
+
+def of_lbfgs(model: Model) -> None:
+    model.optimizer = torch.optim.LBFGS(model.params, max_iter=2)
+    closure(model, clears=True)
+
+
+def write(model: Model) -> None:
+    """A clip and noise, in place and not, beside a backward of another model."""
+    other = Model(model.scaler)
+    torch.nn.utils.clip_grad_norm_(model.params, 0.1)
+    other.backward()
+    for param in model.params:
+        assert param.grad is not None
+        param.grad = param.grad + torch.full_like(param.grad, 1e-3)
+    model.scaler.step(other.optimizer)
+
+
+def penalize(model: Model) -> None:
+    """A loss whose gradients reach no parameter's `grad`."""
+    torch.autograd.grad(model.scaler.scale(model.loss()), model.params)
+
+
+def through_both(model: Model) -> None:
+    """As of generator and discriminator: a later loss reaches one that was stepped."""
+    other = Model(model.scaler, fused=model.optimizer.defaults["fused"])
+    model.scaler.step(model.optimizer)
+    model.scaler.scale(model.loss() + other.loss()).backward()
+    other.unscale_()
+    torch.nn.utils.clip_grad_norm_(other.params, 1.0)
+    other.end()
+    model.clear()
+
+
+BACK, UNSCALE, CLIP, CLEAR, END = Model.backward, Model.unscale_, Model.clip, Model.clear, Model.end
+# Programs that run twice, and whether the first one warns.
+PROGRAMS: dict[str, tuple[list[Program], bool]] = {
+    "cleared": ([BACK, UNSCALE, CLEAR, BACK, END], True),
+    "accumulated": ([BACK, UNSCALE, BACK, END], True),
+    "clipped": ([BACK, CLIP, CLEAR, BACK, END], True),
+    "list": ([BACK, UNSCALE, backward_of_a_list, END], True),
+    "generator": ([BACK, UNSCALE, backward_of_a_generator, END], True),
+    "closure": ([closure], True),
+    "closure that clears": ([lambda model: closure(model, clears=True)], True),
+    "L-BFGS": ([of_lbfgs], True),
+    "evaluating closure": ([lambda model: closure(model, evaluates=True)], False),
+    "in order": ([BACK, BACK, UNSCALE, END, CLEAR], False),
+    "written": ([BACK, UNSCALE, write, END, CLEAR], False),
+    "penalty": ([BACK, UNSCALE, penalize, END, CLEAR], False),
+    "both": ([BACK, UNSCALE, penalize, through_both], False),
 }
 
 
-@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "accumulated"])
-@pytest.mark.parametrize("scaler", [GradScaler, ByTorch])
-@pytest.mark.parametrize("name", CLOSURES)
-def test_a_closure_that_scales_its_loss_warns_once(
-    name: str, scaler: type[GradScaler], clears: bool
-) -> None:
-    of, model = scaler("cpu"), Model()
-    optimizer = CLOSURES[name](model.params)
-
-    def closure() -> torch.Tensor:
-        if clears:
-            optimizer.zero_grad()
-        loss = model.loss()
-        of.scale(loss).backward()
-        return loss.detach()
-
-    def train() -> None:
-        for _ in range(2):
-            of.scale(model.loss()).backward()
-            of.step(optimizer, closure)
-            of.update()
-
-    with pytest.warns(UserWarning, match="within the step") as caught:
-        train()
-    assert [each.filename for each in caught] == [__file__]
+@pytest.mark.parametrize("scaler", [GradScaler, ByTorch, StepGuard])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_warn_once_or_of_nothing(name: str, fused: bool, scaler: type[Any]) -> None:
+    program, warns = PROGRAMS[name]
+    model = Model(scaler("cpu"), fused)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in program * 2:
+            call(model)
+    is_within = name.startswith("closure") or name == "L-BFGS"
+    said = "within the step" if is_within else "after the last backward()"
+    if scaler is StepGuard or (fused and name.startswith("closure")):
+        warns = False  # a guard has no scale, and a fused optimizer divides in its step
+    assert [each.filename for each in caught] == [__file__] * warns
+    assert all(said in str(each.message) for each in caught)
 
 
-def test_a_closure_that_only_evaluates_warns_of_nothing() -> None:
-    scaler, model = GradScaler("cpu"), Model()
-
-    def train() -> None:
-        for _ in range(2):
-            model.optimizer.zero_grad()
-            scaler.scale(model.loss()).backward()
-            scaler.step(model.optimizer, lambda: scaler.scale(model.loss()).detach())
-            scaler.update()
-
-    assert warned(train) == []
-
-
-def test_a_guard_has_no_scale_to_warn_of() -> None:
-    guard, model = StepGuard("cpu"), Model()
-
-    def program() -> None:
-        for _ in range(2):
-            guard.scale(model.loss()).backward()
-            guard.unscale_(model.optimizer)
-            guard.scale(model.loss()).backward()
-            guard.step(model.optimizer)
-            guard.update()
-
-    assert warned(program) == []
-
-
-def test_ordinary_losses_get_no_hook() -> None:
-    scaler, model = GradScaler("cpu"), Model()
-    for _ in range(2):
-        scaled = scaler.scale(model.loss())
-        assert scaled._backward_hooks is None
-        scaled.backward()
-        scaler.unscale_(model.optimizer)
-        scaler.step(model.optimizer)
-        assert scaler.scale(model.loss())._backward_hooks is None
-        scaler.update()
-
-
-@pytest.mark.parametrize("flags", [True, False])
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_a_stage_that_was_set_back_unscales_again(is_hooked: bool, flags: bool) -> None:
-    class Hooked(GradScaler):
-        def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._unscale_grads_(*args, **kwargs)
-
-    scaler, model = (Hooked if is_hooked else GradScaler)("cpu"), Model()
-
-    def program() -> None:
-        scaler.scale(model.loss()).backward()
-        scaler.unscale_(model.optimizer)
-        model.optimizer.zero_grad()
-        scaler.scale(model.loss()).backward()
-        entry = scaler._per_optimizer_states[id(model.optimizer)]
-        entry["stage"] = OptState.READY
-        if not flags:
-            entry["found_inf_per_device"] = {}
-        scaler.step(model.optimizer)
-        scaler.update()
-
-    assert warned(program) == []
-    assert all(param.grad.eq(2).all() for param in model.params)
+def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
+    model = Model(GradScaler("cpu"))
+    for call in (BACK, UNSCALE, BACK):
+        call(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="perhaps too large by the factor of the scale"):
+            model.end()
+    assert model.params[0].tolist() == [1.0, 1.0, 1.0]

@@ -24,7 +24,7 @@ from support.requested_kernels import VARIABLE
 TESTS = Path(__file__).parent
 
 # Tests that depend on the scaler's kernels.
-OVER_THEM = ("contract", "differences", "differences_fused", "differences_sgd", "state")
+OVER_THEM = ("contract", "differences", "state")
 OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report")
 # The oldest architecture converts bfloat16 in software, and Triton's code for the newest multiplies
 # pairs: all values run there, too.

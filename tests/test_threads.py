@@ -6,10 +6,11 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from support.kernel_parity import CHUNK, check_parity, flag, mixed_list, norms
+from support.kernel_parity import CHUNK, check_parity, flag, mixed_list
 from support.processes import threads
 
 from ampfast import functional
@@ -17,67 +18,34 @@ from ampfast import functional
 pytestmark = pytest.mark.usefixtures("small_grain")
 
 
-def test_ten_thousand_tiny_tensors(capability: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    sizes = torch.randint(0, 8, (10_000,), generator=generator).tolist()
-    values = torch.randn(7, generator=generator)
-    check_parity(lambda: [values[:n] * (i + 1) for i, n in enumerate(sizes)], 1 / 3)
-    grads = [values[:n].clone() for n in sizes]
-    last = max(i for i, n in enumerate(sizes) if n)
-    grads[last][-1] = math.nan
-    functional.check_(grads, found := flag())
-    assert found.item() == 1.0
+def twice(size: int) -> list[torch.Tensor]:
+    """Multiplied twice."""
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
+    between = torch.ones(2 * CHUNK)
+    return [gradient, between, gradient, between.clone(), gradient.view(-1)]
+
+
+def overlapping(size: int) -> list[torch.Tensor]:
+    base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
+    return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
+
+
+LISTS = {
+    "mixed": mixed_list,
+    **{f"twice {size}": partial(twice, size) for size in (3, CHUNK + 1, 8 * CHUNK + 5)},
+    **{f"overlapping {size}": partial(overlapping, size) for size in (100, 6 * CHUNK)},
+}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_thread_counts_write_the_same_bits(capability: str, count: int) -> None:
+@pytest.mark.parametrize("name", LISTS)
+def test_thread_counts_write_the_same_bits(capability: str, name: str, count: int) -> None:
     with threads(count):
-        check_parity(mixed_list, 1 / 3)
-        grads = mixed_list()
-        grads[5][-1] = math.inf
+        check_parity(LISTS[name], 1 / 3)
+        grads = LISTS[name]()
+        grads[-1][-1] = math.inf
         functional.check_(grads, found := flag())
         assert found.item() == 1.0
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("size", [3, CHUNK + 1, 8 * CHUNK + 5])
-def test_same_tensor_twice_is_multiplied_twice(capability: str, size: int, count: int) -> None:
-    def twice() -> list[torch.Tensor]:
-        gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
-        between = torch.ones(2 * CHUNK)
-        return [gradient, between, gradient, between.clone(), gradient.view(-1)]
-
-    with threads(count):
-        for _ in range(3):
-            check_parity(twice, 1 / 3)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("size", [100, 6 * CHUNK])
-def test_partly_overlapping_tensors(capability: str, size: int, count: int) -> None:
-    def overlapping() -> list[torch.Tensor]:
-        base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
-        return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
-
-    with threads(count):
-        check_parity(overlapping, 1 / 3)
-
-
-def test_second_pass_over_a_shared_tensor_can_overflow(capability: str) -> None:
-    # One multiplication by 2^60 stays finite, a second does not.
-    gradient = torch.full((9,), 2.0**10)
-    functional.unscale_([gradient, gradient], found := flag(), flag(2.0**60))
-    assert gradient.isinf().all()
-    assert found.item() == 1.0
-
-
-def test_norms_are_the_same_with_any_thread_count(capability: str) -> None:
-    grads = mixed_list()
-    results = []
-    for count in (1, 2, 4, 3, 1):
-        with threads(count):
-            results.append(norms(grads, 1 / 3))
-    assert len(set(results)) == 1
 
 
 FORK = """
@@ -103,47 +71,3 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=600)
-
-
-FORKS = """
-import os, threading
-import torch
-from ampfast import GradScaler
-torch.set_num_threads(1)
-def train():
-    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(50)]
-    optimizer, scaler = torch.optim.SGD(params), GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.ones(2)
-    scaler.step(optimizer)
-    scaler.update()
-def begin_and_end():
-    while True:
-        threads = [threading.Thread(target=train) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-train()
-for _ in range(2):
-    threading.Thread(target=begin_and_end, daemon=True).start()
-for _ in range(400):
-    child = os.fork()
-    if child == 0:
-        train()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-os._exit(0)
-"""
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""),
-    reason="a child forked beside threads may wait for a lock of AddressSanitizer's own",
-)
-def test_a_forked_child_does_not_wait_for_a_lock_of_the_lists_memory() -> None:
-    """A lock that a thread takes as it ends would hang about one fork in 400."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=300)

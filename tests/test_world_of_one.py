@@ -1,23 +1,22 @@
-"""Scaler with a group of one rank, with simulated flags of another rank."""
+"""Scaler with a group: simulated flags of another rank, and collectives that fail."""
 
 from __future__ import annotations
 
 import copy
-import os
+import math
 import sys
-import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.captures import Capturing, Training
 from support.gradients import parameter_like, parameter_with
 from support.reference_launcher import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampfast
 from ampfast import GradScaler, distributed
@@ -76,17 +75,6 @@ def test_the_group_is_the_given_one(world: dist.ProcessGroup) -> None:
     assert "_ranks" not in started(process_group=None).__getstate__()
 
 
-def test_ranks_are_checked(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(distributed, "require_same", lambda *args: asked.append(args))
-    scaler = started(process_group=world, allow_fp16=True, track="overflow")
-    scaler.check_ranks()
-    [(settings, others)] = asked
-    assert others.group is world
-    assert settings["allow_fp16"] is True and settings["track"] == "overflow"
-    assert settings["scale"] == 8.0
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("says", ["good", "bad"])
@@ -108,27 +96,6 @@ def test_an_overflow_on_another_rank_decides(
     assert scaler.step_skipped(optimizer) is (says == "bad")
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
     assert scaler.stats().steps == 1
-
-
-def test_a_replay_skips_for_another_rank(
-    world: dist.ProcessGroup, launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says = torch.zeros(())
-    monkeypatch.setattr(distributed.Group, "all_reduce_", lambda _, tensor, op: tensor.add_(says))
-    capturing = Capturing(launcher, monkeypatch)
-    training = Training(started(process_group=world), "sgd", torch.device("cpu"))
-    training.iterate(0)
-    scales = [16.0]
-    with capturing.of(training.scaler) as graph:
-        training.step()
-    for bad in (0.0, 1.0, 0.0):
-        says.fill_(bad)
-        training.weight.grad.fill_(1.0)
-        before = training.weight.detach().clone()
-        graph.replay()
-        assert torch.equal(training.weight, before) is (bad == 1.0)
-        scales.append(training.scaler.get_scale())
-    assert scales == [16.0, 32.0, 16.0, 32.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,91 +149,14 @@ def test_without_a_group_distributed_gradients_alone_are_agreed_on(
         assert scaler.get_scale() == scale
 
 
-@pytest.mark.usefixtures("world")
-def test_health_is_that_of_local_shards() -> None:
-    values = torch.tensor([[2.0**-20, 1e6, 0.0]]).expand(4, 3).contiguous()
-    [row] = started().health(distributed_optimizer("plain", values)).parameters
-    assert (row.elements, row.zeros, row.subnormal, row.overflowing) == (12, 4, 4, 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_agrees_with_itself_without_a_collective(kind: str, world: Any) -> None:
-    scaler, optimizer = started(process_group=world), optimizer_of(kind, 4)
-    with torch.profiler.profile() as profile:
-        assert scaler.grad_norm(optimizer).item() == 2.0 / 8
-        scaler.step_and_update(optimizer)
-    assert not [event.name for event in profile.events() if "all_reduce" in event.name]
-    assert scaler.get_scale() == 16.0
-
-
-def test_disabled_scalers_agree_in_a_world(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    reduce = distributed.Group.all_reduce_
-    spied = lambda *given: (sent.append(given), reduce(*given))  # noqa: E731
-    monkeypatch.setattr(distributed.Group, "all_reduce_", spied)
-    for group, times in ((None, 0), (world, 1)):
-        sent.clear()
-        scaler = GradScaler("cpu", enabled=False, process_group=group)
-        assert scaler.grad_norm(optimizer_of("plain", 4)).item() == 2.0
-        assert len(sent) == times
-
-
-def test_a_disabled_scaler_measures_alone_without_a_world() -> None:
-    scaler = GradScaler("cpu", enabled=False)
-    scaler._is_for_all = True
-    assert scaler.grad_norm(optimizer_of("plain", 4)).item() == 2.0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_anywhere_loses_no_agreement(
-    kind: str, world: dist.ProcessGroup, heard: list[list[float]]
-) -> None:
-    """Other ranks wait for this one, and must step or skip with it."""
-    lines = 0
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(os.path.dirname(distributed.__file__)):
-            return None
-        lines -= event == "line"
-        if lines < 0:
-            raise KeyboardInterrupt
-        return trace
-
-    is_over, point = False, 0
-    while not is_over:
-        scaler, optimizer = started(process_group=world), optimizer_of(kind)
-        before, lines = sys.gettrace(), point
-        heard.clear()
-        sys.settrace(trace)
-        try:
-            scaler.unscale_(optimizer)
-            is_over = True
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        scaler.step(optimizer)
-        assert heard, f"interrupted at line {point}"
-        point += 1
-    assert point > 20
-
-
 @pytest.mark.parametrize("is_left", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["fully_shard", "by hand"])
-def test_a_tracked_model_of_dtensors_can_be_converted(
-    world: Any, kind: str, dtype: torch.dtype, is_left: bool
-) -> None:
+@pytest.mark.usefixtures("world")
+def test_a_tracked_model_of_dtensors_can_be_converted(dtype: torch.dtype, is_left: bool) -> None:
     """torch swaps DTensors for others, which it refuses if something refers to them weakly."""
-    mesh = init_device_mesh("cpu", (1,))
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(dtype)
-    if kind == "fully_shard":
-        fully_shard(model, mesh=mesh)
-    else:
-        distribute_module(model, mesh, partition_fn=shard_first)
-    values = torch.ones(5, 3, dtype=dtype)
-    inputs = values if kind == "fully_shard" else distribute_tensor(values, mesh, [Shard(0)])
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    inputs = torch.ones(5, 3, dtype=dtype)
     optimizer = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = started(track="overflow")
     scaler.name_parameters(model)
@@ -278,30 +168,140 @@ def test_a_tracked_model_of_dtensors_can_be_converted(
         scaler.update()
     if not is_left:
         optimizer.zero_grad()
-        if kind == "by hand":
-            model.to("cpu")
     model.to(torch.float16)
     (row,) = scaler.overflow_report().parameters
     assert (row.name, row.infinities) == ("1.bias", 2)
 
 
-def shard_first(_: str, module: torch.nn.Module, mesh: Any) -> None:
-    for name, param in list(module.named_parameters(recurse=False)):
-        sharded = distribute_tensor(param.detach(), mesh, [Shard(0)])
-        module.register_parameter(name, torch.nn.Parameter(sharded))
+# Collectives that fail: gradients are divided once, and `step` agrees again
+
+SCALE, GRADIENT = 4.0, 16.0
+STEPPED = 1.0 - GRADIENT
+SGD: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=1.0),
+    "fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
+}
+Call = Callable[[GradScaler, Any], Any]
 
 
-def test_a_replicated_parameter_can_be_converted() -> None:
-    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    distributed.mark_replicated(model.parameters())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    params = [other.weight, model.weight, other.bias, model.bias]
-    assert distributed.marks_of([params[:2], params[2:]]) == {1: (), 3: ()}
-    alive = weakref.ref(model.weight)
-    del params, model
-    distributed.mark_replicated([])  # the next call drops what nothing else holds
-    assert alive() is None
+def clip(order: float, in_place: bool = True, limit: float = 1e3) -> Call:
+    options: Any = {"in_place": in_place}
+    return lambda scaler, given: scaler.clip_grad_norm_(given, limit, order, **options)
+
+
+# Calls that write before the ranks agree.
+DIVIDING: dict[str, tuple[str, Call]] = {
+    "unscale_": ("plain", GradScaler.unscale_),
+    "unscale_, fused": ("fused", GradScaler.unscale_),
+    "step": ("plain", GradScaler.step),
+    "step_and_update": ("plain", GradScaler.step_and_update),
+}
+READING: dict[str, tuple[str, Call]] = {
+    "clip 3": ("plain", clip(3.0)),
+    **{f"clip {order}": ("plain", clip(order)) for order in (2.0, math.inf)},
+    "clip a list": ("plain", lambda scaler, optimizer: clip(3.0)(scaler, [optimizer])),
+    **{f"clip {order}, fused": ("fused", clip(order)) for order in (2.0, 3.0, math.inf)},
+    **{f"defer {order}": ("fused", clip(order, in_place=False)) for order in (2.0, 3.0, math.inf)},
+    "grad_norm": ("plain", GradScaler.grad_norm),
+    "step, fused": ("fused", GradScaler.step),
+    "step_and_update, fused": ("fused", GradScaler.step_and_update),
+}
+
+
+class Failing:
+    """Group of two equal ranks whose next collective may fail, and which counts the others."""
+
+    fails, collectives = False, 0
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ConnectionError("connection closed by peer")
+        self.collectives += 1
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Overriding(GradScaler):
+    """Subclass whose hook calls the original."""
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def fail(scaler: GradScaler, call: Callable[..., Any], *arguments: Any) -> None:
+    """Calls while the next collective fails."""
+    group: Any = scaler.process_group
+    group.fails = True
+    with pytest.raises(ConnectionError, match="connection closed by peer"):
+        call(*arguments)
+    assert not group.fails
+
+
+def failed(call: Call, kind: str, make: type[GradScaler] = GradScaler) -> tuple[Any, Any, Any]:
+    """Scaler, optimizer and parameter after a call whose collective failed."""
+    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
+    scaler: Any = make("cpu", init_scale=SCALE, process_group=Failing())
+    scaler.scale(torch.ones(()))
+    optimizer = SGD[kind]([param])
+    fail(scaler, call, scaler, optimizer)
+    return scaler, optimizer, param
+
+
+def assert_equal(tensor: torch.Tensor, value: float) -> None:
+    assert tensor.tolist() == [value] * 3
+
+
+@pytest.mark.parametrize("make", [GradScaler, Overriding])
+@pytest.mark.parametrize("path", DIVIDING)
+def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: Any) -> None:
+    kind, call = DIVIDING[path]
+    scaler, optimizer, param = failed(call, kind, make)
+    for again in (GradScaler.unscale_, clip(2.0), clip(3.0)):
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            again(scaler, optimizer)
+        assert_equal(param.grad, GRADIENT)
+    fail(scaler, scaler.step, optimizer)
+    assert_equal(param, 1.0)
+    assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(param, STEPPED)
+    assert_equal(param.grad, GRADIENT)
+    assert scaler.stats().skipped == 0
+
+
+@pytest.mark.parametrize("path", DIVIDING)
+def test_the_update_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, call = DIVIDING[path]
+    scaler, _, param = failed(call, kind)
+    fail(scaler, scaler.update)
+    assert scaler.stats().steps == 0
+    scaler.update()
+    assert (scaler.stats().steps, scaler.stats().skipped) == (1, 0)
+    assert_equal(param, 1.0)
+    # The other ranks, whose collective was the same, wait for it.
+    scaler, _, _ = failed(call, kind)
+    agreed = []
+    all_reduce_ = lambda _, tensor, op: agreed.append(tensor.fill_(1.0))  # noqa: E731
+    monkeypatch.setattr(distributed.Group, "all_reduce_", all_reduce_)
+    scaler.update(32.0)
+    assert len(agreed) == 1
+    assert (scaler.stats().skipped, scaler.get_scale()) == (1, 32.0)
+
+
+@pytest.mark.parametrize("path", READING)
+def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
+    kind, call = READING[path]
+    scaler, optimizer, param = failed(call, kind)
+    assert_equal(param.grad, SCALE * GRADIENT)
+    assert_equal(param, 1.0)
+    call(scaler, optimizer)
+    if "step" not in path:
+        scaler.step(optimizer)
+    assert_equal(param, STEPPED)

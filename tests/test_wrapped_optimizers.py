@@ -1,15 +1,18 @@
-"""Objects that say of another optimizer that it divides by `grad_scale` itself."""
+"""Who divides by `grad_scale` itself: wrappers of optimizers, and torch's kernels on trial."""
 
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import ampfast
+from ampfast import fused_trial, optimizers
 from ampfast.optimizers import divides_by_itself
 
 
@@ -33,19 +36,8 @@ class Slotted:
     __init__, step, __getattr__ = Wrapper.__init__, Wrapper.step, Delegating.__getattr__
 
 
-class Property(Wrapper):
-    param_groups = property(lambda self: self.inner.param_groups)
-    _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)
-
-
-class SlottedProperty:
-    __slots__ = ("found_inf", "grad_scale", "inner")
-    __init__, step, param_groups = Wrapper.__init__, Wrapper.step, Property.param_groups
-    _step_supports_amp_scaling = Property._step_supports_amp_scaling
-
-
 class PropertyOfOptimizer(torch.optim.Optimizer):
-    _step_supports_amp_scaling = Property._step_supports_amp_scaling
+    _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)  # type: ignore[assignment]
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -61,39 +53,18 @@ class Copying(Wrapper):
         vars(self).update(vars(inner), inner=inner)
 
 
-class CopyingOne(Property):
-    """States what the other one does as an attribute."""
-
-    _step_supports_amp_scaling = None
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self._step_supports_amp_scaling = inner._step_supports_amp_scaling
-
-
-class Imitating(Copying):
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner)
-        bases = type(self), type(inner)
-        self.__class__ = type(f"Imitating{type(inner).__name__}", bases, {})  # type: ignore[assignment]
-
-
 class CopyingBeside(torch.optim.SGD):
     """Has the attributes of the other one, which it holds in a container."""
 
-    def __init__(self, inner: torch.optim.Optimizer, container: type = tuple) -> None:
-        vars(self).update(vars(inner), held={0: inner} if container is dict else container([inner]))
+    def __init__(self, inner: torch.optim.Optimizer, container: Any = None) -> None:
+        vars(self).update(vars(inner), held=container or (inner,))
 
     def step(self) -> object:  # type: ignore[override]
         return self.held[0].step()
 
 
-def copying_beside_list(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return CopyingBeside(inner, list)
-
-
 def copying_beside_dict(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return CopyingBeside(inner, dict)
+    return CopyingBeside(inner, {0: inner})
 
 
 class Sharing(Wrapper):
@@ -114,9 +85,8 @@ def bound(inner: Any) -> Any:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, Property, SlottedProperty, PropertyOfOptimizer, Copying, CopyingOne),
-    *(Imitating, Sharing, hiding, bound),
-    *(CopyingBeside, copying_beside_list, copying_beside_dict),
+    *(Delegating, Slotted, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
+    *(CopyingBeside, copying_beside_dict),
 ]
 
 
@@ -150,36 +120,17 @@ class OfClass(torch.optim.Optimizer):
                     param -= 0.125 * param.grad / (self.grad_scale or 1)
 
 
-class OfSlot:
-    __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "param_groups")
-    step = OfClass.step
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.param_groups, self._step_supports_amp_scaling = inner.param_groups, True
-
-
-class OfProperty(OfClass):
-    _step_supports_amp_scaling = property(lambda self: True)  # type: ignore[assignment]
-
-
 class Subclass(torch.optim.SGD):
-    pass
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, fused=True)
 
 
-def subclass(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return Subclass(inner.param_groups, fused=True)
+def itself(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return inner
 
 
 DIVIDING: list[Callable[[Any], Any]] = [
-    *(
-        lambda inner: inner,
-        subclass,
-        Forwarding,
-        OfClass,
-        OfSlot,
-        OfProperty,
-        ampfast.master_weights_,
-    )
+    *(itself, Subclass, Forwarding, OfClass, ampfast.master_weights_)
 ]
 
 
@@ -220,3 +171,90 @@ def test_what_an_optimizer_says_later_counts() -> None:
     assert divides_by_itself(ampfast.sync_free_(optimizer))
     optimizer._step_supports_amp_scaling = False
     assert not divides_by_itself(optimizer)
+
+
+# Trials of torch's fused kernels, and what is done where one fails
+
+KERNELS: dict[Any, str] = {
+    torch.optim.Adagrad: "_fused_adagrad_",
+    torch.optim.Adam: "_fused_adam_",
+    torch.optim.AdamW: "_fused_adamw_",
+    torch.optim.SGD: "_fused_sgd_",
+}
+EACH_KIND = pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_warned", set())
+    monkeypatch.setattr(fused_trial, "_faults", {})
+
+
+def without(name: str, operator: Any) -> Callable[..., Any]:
+    """A fused operator that ignores an argument."""
+    return lambda *args, **kwargs: operator(*args, **{**kwargs, name: None})
+
+
+FAULTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "does not skip where found_inf is 1": partial(without, "found_inf"),
+    "does not divide by grad_scale": partial(without, "grad_scale"),
+    "computes other values than torch's unfused one": lambda _: lambda *args, **kwargs: None,
+}
+
+
+def ones() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(64))
+
+
+@EACH_KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_torchs_kernels_are_right_on_a_cpu(kind: Any, dtype: torch.dtype) -> None:
+    assert fused_trial.fault_of(kind, dtype, CPU) is None
+
+
+@EACH_KIND
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_kernel_that_ignores_what_it_is_told(
+    kind: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scaler divides and skips by itself and says so once; sync_free_ refuses."""
+    param, trusted = ones(), ones()
+    optimizer, before = kind([param], lr=0.5, fused=True), kind([trusted], lr=0.5, fused=True)
+    if not hasattr(before, "_step_supports_amp_scaling"):
+        pytest.skip("to a scaler, the fused Adagrad of this torch is a plain optimizer")
+    assert divides_by_itself(before)
+    monkeypatch.setattr(torch, KERNELS[kind], FAULTS[words](getattr(torch, KERNELS[kind])))
+    scaler = ampfast.GradScaler("cpu", 1024.0)
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each, p in ((optimizer, param), (before, trusted)):
+            scaler.scale((p * torch.inf).sum()).backward()
+            scaler.step(each)
+            found.append(p.tolist() == [1.0] * 64 and scaler.step_skipped(each))
+            scaler.update()
+    assert found == [True, True]
+    (warning,) = caught
+    assert words in str(warning.message) and warning.filename == __file__
+    with pytest.raises(ValueError, match=f"{words}, for parameter 0 of group 0, a torch.float32"):
+        ampfast.sync_free_(kind([ones()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@EACH_KIND
+def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -> None:
+    """torch 2.13's fused SGD leaves 16-bit parameters on a CPU where they are."""
+    param = torch.nn.Parameter(torch.ones(40, dtype=dtype))
+    try:
+        optimizer = ampfast.sync_free_(kind([param], lr=0.5))
+    except ValueError as error:
+        assert f"torch's fused {kind.__name__} computes other values" in str(error)
+        optimizer = kind([param], lr=0.5)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert int((param != 1).sum()) == 40
+
+
+def test_what_cannot_be_tried_is_left_to_its_step() -> None:
+    assert divides_by_itself(torch.optim.Adam([torch.ones(2, device="meta")], fused=True))

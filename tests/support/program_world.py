@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import math
 import pickle
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from support.gradients import make_gradient, plant
-from support.optimizers import Bare, Rig, RigPlan
+from support.optimizers import Rig, RigPlan
 from support.scalers import TorchScaler
 
 OptState = torch.amp.grad_scaler.OptState
@@ -68,7 +67,6 @@ def drop_own_scale(scaler: TorchScaler, rig: Rig) -> None:
         rig.forget_attributes()
 
 
-OptState = torch.amp.grad_scaler.OptState
 CPU = torch.device("cpu")
 
 
@@ -87,13 +85,6 @@ class Plan(NamedTuple):
 
     scaler: dict[str, Any]
     rigs: tuple[RigPlan, ...]
-
-
-class Pair(NamedTuple):
-    """Tuple that cannot be rebuilt from one iterable, which `scale` refuses."""
-
-    first: torch.Tensor
-    second: torch.Tensor
 
 
 class World:
@@ -156,7 +147,6 @@ class World:
             "generator_in_list": lambda: [(t for t in (x, y))],
             "dict_values": lambda: {"a": x, "b": y}.values(),
             "empty": list,
-            "named": lambda: Pair(x, y),
             "number": lambda: 3.0,
             "number_in_list": lambda: [x, 3],
             "none": lambda: None,
@@ -238,28 +228,6 @@ class World:
     def share_grad(self, r: int) -> None:
         params = self.rigs[r].params
         params[-1].grad = params[0].grad
-
-    def refused_grad(self, s: int, r: int, call: str) -> Any:
-        rig = self.rigs[r]
-        p = next((p for p in rig.params if p.dim() and p.numel()), None)
-        if p is None:
-            return None
-        record = self.scalers[s]._per_optimizer_states.get(id(rig.optimizer))
-        checked = self.scalers[s].is_enabled() and not (
-            record and record["stage"] is OptState.UNSCALED
-        )
-        if rig.reads_scale and not checked:
-            return None  # it would reach a fused kernel, which reads beyond its end
-        # torch may write part of a refused list, so it has only this gradient.
-        self.zero_grad(r, True)
-        p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
-        try:
-            return getattr(self.scalers[s], call)(rig.optimizer)
-        except Exception:
-            rig.forget_attributes()
-            raise
-        finally:
-            p.grad = None
 
     # The scaler's own methods
 
@@ -367,10 +335,6 @@ class World:
         else:
             scaler._growth_tracker = torch.tensor(value, dtype=torch.int32)
 
-    def share_scale(self) -> None:
-        first, second = self.scalers
-        second._scale, second._growth_tracker = first._scale, first._growth_tracker
-
     def enable(self, s: int, enabled: bool) -> None:
         self.scalers[s]._enabled = enabled
 
@@ -455,35 +419,3 @@ class World:
             rig.params.append(extra)
             rig.layouts.append("short")
             rig.optimizer.add_param_group({"params": [extra]})
-
-    def reborn(self, r: int) -> None:
-        rig = self.rigs[r]
-        for scaler in self.scalers:
-            # The new object may or may not get the old one's id, so no record may be left.
-            scaler._per_optimizer_states.pop(id(rig.optimizer), None)
-        del rig.optimizer
-        if rig.plan.kind != "bare":
-            gc.collect()
-        rig.build()
-
-    def half_grad(self, s: int, r: int, call: str) -> Any:
-        rig = self.rigs[r]
-        p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-        p.grad = torch.ones(3, dtype=torch.float16)
-        stranger = Bare([*rig.params, p])
-        try:
-            return getattr(self.scalers[s], call)(stranger)
-        finally:
-            self.scalers[s]._per_optimizer_states.pop(id(stranger), None)
-
-    def stranger(self, s: int, what: str, call: str) -> Any:
-        optimizer: Any = {
-            "no_groups": object(),
-            "not_a_tensor": Bare(["text"]),
-            "none": None,
-            "empty": Bare([]),
-        }[what]
-        try:
-            return getattr(self.scalers[s], call)(optimizer)
-        finally:
-            self.scalers[s]._per_optimizer_states.pop(id(optimizer), None)
