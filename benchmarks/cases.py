@@ -87,6 +87,10 @@ _SHAPES: dict[str, Any] = {
 CASES = {name: GradCase(name, tuple(shapes)) for name, shapes in _SHAPES.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def make_gradients(case: GradCase, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Separately allocated tensors of these shapes, as autograd creates them."""
     return [

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from . import kernels, steps, training
-from .cases import CASES, GradCase
+from .cases import CASES, GradCase, dtype_name
 from .loops import Kind
 from .nets import nets, perceptron
 from .providers import CHECK, CLIP, NORM, UNSCALE
-from .timing import Job, Setting, dtype_name
+from .timing import Job, Setting
 
 SUBJECT = "decisive"
 PASSES = (CHECK, UNSCALE, NORM)
@@ -41,35 +41,22 @@ def jobs(on: Setting) -> list[Job]:
     effort = replace(on.effort, comparison_s=min(COMPARISON_S, on.effort.comparison_s))
     on = replace(on, effort=effort)
     net = perceptron(2, 8, 4) if on.rehearses else nets(on.device)[0]
-    kind = Kind(fused=True)
-    host = functools.partial(steps.measure_host, on=on)
     return [
-        *_of_lists(LISTS, on),
+        *(_of_list(*each, on) for each in LISTS),
         *(
-            Job(f"{path}, {count} parameters", functools.partial(host, count, (path,)))
+            steps.host_job(count, (path,), on)
             for count in ((3,) if on.rehearses else steps.HOST_PARAMETERS)
             for path in (steps.UNSCALE, steps.STEP, steps.FUSED_STEP)
         ),
-        Job(f"{net.name}, {kind.call(net)}", functools.partial(training.measure, net, kind, on)),
-        *_of_lists(LAST_LISTS, on),
+        training.job(net, Kind(fused=True), on),
+        *(_of_list(*each, on) for each in LAST_LISTS),
     ]
 
 
-def _of_lists(lists: Sequence[tuple[str, torch.dtype, Sequence[str]]], on: Setting) -> list[Job]:
-    return [
-        Job(
-            f"{name} {dtype_name(dtype)}",
-            functools.partial(
-                kernels.measure, case_for(name, on), dtype, on, paths, subject=SUBJECT
-            ),
-        )
-        for name, dtype, paths in lists
-    ]
-
-
-def case_for(name: str, on: Setting) -> GradCase:
-    """List of a name; to rehearse, a small one."""
+def _of_list(name: str, dtype: torch.dtype, paths: Sequence[str], on: Setting) -> Job:
+    """Job of a list; to rehearse, of a small one."""
     shapes = CASES[name].shapes
     if on.rehearses:
         shapes = tuple(tuple(min(size, 25) for size in shape) for shape in shapes[:3])
-    return GradCase(name, shapes)
+    run = functools.partial(kernels.measure, GradCase(name, shapes), dtype, on, paths, SUBJECT)
+    return Job(f"{name} {dtype_name(dtype)}", run)

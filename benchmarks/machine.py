@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
 DEFAULT_GPU_CACHE_BYTES = 64 << 20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-
-class OtherPrograms:
-    """Cores that other programs take, from now on."""
-
-    def __init__(self) -> None:
-        self._start = self._seconds()
-
-    def cores(self) -> float | None:
-        """Their mean since the start, or None where it cannot be read."""
-        (busy, own, now), (busy_then, own_then, then) = self._seconds(), self._start
-        if busy is None or busy_then is None or now <= then:
-            return None
-        return max(0.0, round((busy - busy_then - (own - own_then)) / (now - then), 2))
-
-    @staticmethod
-    def _seconds() -> tuple[float | None, float, float]:
-        """CPU seconds of all programs and of this one with its ended children; the time."""
-        own, busy = sum(os.times()[:4]), None
-        with contextlib.suppress(OSError, ValueError):
-            # user, nice, system; irq, softirq, steal
-            ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
-            busy = (sum(ticks[:3]) + sum(ticks[5:])) / os.sysconf("SC_CLK_TCK")
-        return busy, own, time.monotonic()
 
 
 def default_device() -> torch.device:
@@ -100,10 +75,10 @@ def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
     try:
         most = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
-        lines = (folder / "memory.stat").read_text().splitlines()
+        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.M)
     except (OSError, ValueError):
         return None  # no such cgroup, or "max"
-    return most - used + sum(int(n) for key, n in map(str.split, lines) if key == "inactive_file")
+    return most - used + int(cached[1] if cached else 0)
 
 
 def require_memory(needed: int, device: torch.device) -> None:
@@ -111,12 +86,6 @@ def require_memory(needed: int, device: torch.device) -> None:
     available = available_bytes(device)
     if available is not None and available < needed:
         raise MemoryError(f"needs {needed >> 20} MiB, {available >> 20} MiB are available")
-
-
-def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """Number of tensors per launch of torch's op on a GPU; `cuda` is `torch.version.cuda`."""
-    of_torch, of_cuda = ([*map(int, re.findall(r"\d+", v))] for v in (torch_version, cuda or "0"))
-    return 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -141,6 +110,10 @@ def describe(device: torch.device) -> dict[str, Any]:
 def _gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    of_torch, of_cuda = (
+        [int(number) for number in re.findall(r"\d+", version or "0")]
+        for version in (torch.__version__, torch.version.cuda)
+    )
     return {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
@@ -150,7 +123,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "driver": (query or "unknown").partition("\n")[0],
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "tensors_per_launch": tensors_per_launch(torch.__version__, torch.version.cuda),
+        # Of torch's op.
+        "tensors_per_launch": 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110,
     }
 
 

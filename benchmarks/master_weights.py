@@ -19,7 +19,7 @@ from .cases import CASES, GradCase, make_gradients
 from .machine import require_memory
 from .providers import exact_norm
 from .steps import NoOptimizer, make_scaler, scaler_state
-from .timing import LOOP, Contender, Job, Measured, Setting, Timed, assert_same, interleave
+from .timing import LOOP, Contender, Job, Measured, Setting, Subject, assert_same, interleave
 
 MASTERS, CLIPPED_MASTERS = "master weights", "master weights, clip"
 LISTS = (
@@ -48,11 +48,9 @@ class Ours:
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
         self._limit = limit
         self._optimizer: Any = ampfast.master_weights_(optimizer(self.parameters))
-        self.zero_grad = self._optimizer.zero_grad
         self.scaler = make_scaler(backends.default_for(CPU), CPU, SCALE)
 
     def step(self) -> None:
-        """The calls of an iteration between backward and `zero_grad`."""
         if self._limit is not None:
             self.scaler.clip_grad_norm_(self._optimizer, self._limit)
         self.scaler.step(self._optimizer)
@@ -62,8 +60,8 @@ class Ours:
         return [self._optimizer.master_weights[each] for each in self.parameters]
 
 
-class Foreach:
-    """The same by hand: torch's foreach copies around its scaler, float32 gradients kept."""
+class ByHand:
+    """The same by torch: copies around its scaler, by foreach into gradients that are kept."""
 
     def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
@@ -73,13 +71,10 @@ class Foreach:
         for master, gradient in zip(self._masters, self._wide, strict=True):
             master.grad = gradient
         self._optimizer = optimizer(self._masters)
-        # The gradients of the parameters alone.
-        self.zero_grad = NoOptimizer(self.parameters).zero_grad
         self.scaler = make_scaler("torch", CPU, SCALE)
 
     @torch.no_grad()
     def step(self) -> None:
-        """The calls of an iteration between backward and `zero_grad`."""
         self._cast()
         if self._limit is not None:
             self.scaler.unscale_(self._optimizer)
@@ -98,7 +93,7 @@ class Foreach:
         return [master.detach() for master in self._masters]
 
 
-class Loop(Foreach):
+class Loop(ByHand):
     """The same with copies one by one, and new float32 gradients."""
 
     def _cast(self) -> None:
@@ -114,13 +109,19 @@ def sides_over(
     weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
 ) -> dict[str, Any]:
     """Sides by provider, with parameters of their own."""
-    kinds = {"torch": Foreach, LOOP: Loop, backends.default_for(CPU): Ours}
+    kinds = {"torch": ByHand, LOOP: Loop, backends.default_for(CPU): Ours}
     return {name: kind(weights, optimizer, limit) for name, kind in kinds.items()}
 
 
-def backward(side: Any, gradients: Sequence[Tensor]) -> None:
-    """Leaves new gradients."""
+def timed_step(side: Any, gradients: Sequence[Tensor]) -> float:
+    """Seconds of the calls between backward, which leaves new gradients, and their release."""
     torch.autograd.backward(side.parameters, gradients)
+    start = time.perf_counter()
+    side.step()
+    seconds = time.perf_counter() - start
+    for parameter in side.parameters:
+        parameter.grad = None
+    return seconds
 
 
 def jobs(on: Setting) -> list[Job]:
@@ -134,33 +135,25 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(case: GradCase, call: str, on: Setting) -> Measured:
-    """Times steps, each with new gradients, but for backward, optimizer and `zero_grad`."""
+    """Times steps, each with new gradients."""
     require_memory(BYTES_PER_ELEMENT * case.elements, on.device)
     weights, gradients = (make_gradients(case, DTYPE, on.device) for _ in range(2))
     limit = exact_norm(gradients) / SCALE / 2 if call == CLIPPED_MASTERS else None
     what = f"{call}, {case.name}"
     assert_parity(weights, gradients, limit, what)
     sides = sides_over(weights, NoOptimizer, limit)
+    contenders = [Contender(call, name, lambda number: None) for name in sides]
 
     def timer(contender: Contender, calls: range) -> float:
-        side, seconds = sides[contender.provider], 0.0
-        for _ in calls:
-            backward(side, gradients)
-            start = time.perf_counter()
-            side.step()
-            seconds += time.perf_counter() - start
-            side.zero_grad()
-        return seconds / len(calls)
+        return timed_step(sides[contender.provider], gradients)
 
-    contenders = [Contender(call, name, lambda number: None) for name in sides]
     # One step of each side in a round.
-    effort = replace(on.effort, sample_s=0.0)
-    samples = interleave(contenders, effort, cycle=1, timer=timer)
+    samples = interleave(contenders, replace(on.effort, sample_s=0.0), 1, timer)
     for name, side in sides.items():
         assert_same(side.parameters, weights, f"{what}, by {name}, after it was timed")
         if side.scaler.get_scale() != SCALE:
             raise AssertionError(f"{what}, by {name}: a step was skipped while timed")
-    return Measured(Timed("masters", case, DTYPE, contenders, samples).rows())
+    return Measured(Subject("masters", case, DTYPE).rows(contenders, samples))
 
 
 def assert_parity(
@@ -173,9 +166,7 @@ def assert_parity(
     bad[-1].view(-1)[-1] = math.inf
     for number in range(PARITY_STEPS):
         for name, side in sides.items():
-            backward(side, bad if number == BAD_STEP else gradients)
-            side.step()
-            side.zero_grad()
+            timed_step(side, bad if number == BAD_STEP else gradients)
             where, masters = f"{what}, by {name}, step {number}", side.masters()
             states = scaler_state(side.scaler), scaler_state(theirs.scaler)
             assert_same(*states, f"scale of {where}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ import torch
 from ampfast.backends import core, gpu
 from ampfast.backends.core import Factor, Pass
 
-from . import pages, tables
-from .cases import CASES, GradCase
+from . import tables
+from .cases import CASES, GradCase, dtype_name
 from .decisive import LISTS, SUBJECT
 from .providers import CHECK, UNSCALE
-from .results import Results, Row, write_whole
-from .timing import dtype_name
+from .results import Results, Row
 
 PAGE = "docs/kernels.md"
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
@@ -155,14 +153,3 @@ def _measured(results: Results | None, wanted: tuple[str, str, str]) -> str:
         return tables.NOT_MEASURED
     ms, side = min(found)
     return f"{tables.number(1e3 * ms)} us, {side}"
-
-
-def committed(folder: Path) -> list[Results]:
-    """All results in a repository."""
-    return [Results.read(file) for file in sorted((folder / pages.RESULTS).glob("*.json"))]
-
-
-def write(folder: Path) -> None:
-    """Renews the table in the documentation of a repository."""
-    page = folder / PAGE
-    write_whole(page, pages.with_block(page, block(committed(folder))))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from .cases import GradCase
+from .results import Row
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,17 @@ class Net:
     options: dict[str, float]
     step_bytes: int = 1 << 30  # besides parameters, gradients and optimizer state
 
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the parameters, without allocating any."""
+    def case(self) -> GradCase:
+        """Shapes of the gradients, without allocating any."""
         with torch.device("meta"):
-            return tuple(tuple(parameter.shape) for parameter in self.build().parameters())
+            shapes = tuple(tuple(parameter.shape) for parameter in self.build().parameters())
+        return GradCase(self.name, shapes)
+
+    def sized(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with numbers of parameters and their elements."""
+        case = self.case()
+        sizes = {"tensors": len(case.shapes), "elements": case.elements}
+        return [replace(row, **sizes) for row in rows]
 
     def made(self, device: torch.device) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Module and batch on a device, the same each time."""

@@ -41,11 +41,7 @@ def write_report(results: Results, folder: Path) -> Path:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("report.html.jinja").render(
         results=results,
-        sentences=[
-            tables.score(results),
-            tables.gain_of_the_import(results),
-            tables.gain_of_clipping(results),
-        ],
+        sentences=tables.sentences(results),
         pictures=list(zip(figures, drawn, strict=True)),
         tables=tables.of(results),
     )
@@ -55,10 +51,11 @@ def write_report(results: Results, folder: Path) -> Path:
     return folder / REPORT
 
 
-def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
-    """torch's row and ampfast's of each real loop with plain AdamW, by its case."""
-    both = tables.pairs(tables.usual_loops(results.rows), "loops")
-    return {row.case: (theirs, row) for theirs, row in both if not row.call.startswith("fused")}
+def loops_of(results: Results) -> dict[str, Row]:
+    """ampfast's row of each real loop with plain AdamW, by its case."""
+    rows = tables.usual_loops(results.rows)
+    ours = (row for row in rows if row.side not in tables.OTHERS)
+    return {row.case: row for row in ours if not row.call.startswith("fused")}
 
 
 def readme_block(results: Results) -> str:
@@ -67,53 +64,13 @@ def readme_block(results: Results) -> str:
     return "\n\n".join((tables.gain_of_clipping(results), table, _heading(results, f"{RESULTS}/")))
 
 
-def _main_table(of: str, lines: list[tuple[str, ...]]) -> str:
-    header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
-    return tables.Table("", "", "", header, lines, 1).markdown()
-
-
-def _main_lines(results: Results) -> list[tuple[str, ...]]:
-    """Lines of real loops, and of steps that clip."""
-    rows = loops_of(results)
-    lines = []
-    for case in LOOPS:
-        theirs, ours = rows.get(case, (None, None))
-        told = case
-        if ours is not None:
-            _, *schedule = ours.call.split(", ")
-            told = ", ".join((case, f"{ours.tensors} parameters", *schedule))
-        cells = [_cell(row and row.host_us, "us") for row in (theirs, ours)]
-        lines.append((f"scaler alone: {told}", "-", *cells, _times(ours)))
-    return lines + clipped_steps(results)
-
-
-def _cell(spread: tuple[float, float, float] | None, unit: str) -> str:
-    return f"{tables.number(spread[1])} {unit}" if spread else tables.NOT_MEASURED
-
-
-def clipped_steps(results: Results) -> list[tuple[str, ...]]:
-    """Lines of whole steps that torch clips, without a scaler and with its own, or ampfast's."""
-    at = {row.name: row for row in results.rows if row.subject == "training" and row.ms}
-    lines = []
-    for ours in at.values():
-        if ours.replaces and "fused" not in ours.call:
-            place = ("training", ours.case, ours.dtype, ours.replaces)
-            sides = (at.get((*place, tables.NO_SCALER)), at.get((*place, "torch")), ours)
-            told = f"whole step, clipped: {ours.case}, {ours.replaces.removesuffix(', clip')}"
-            cells = [_cell(row and row.ms, "ms") for row in sides]
-            lines.append((told, *cells, _times(ours)))
-    return lines
-
-
 def docs_block(results: Results) -> str:
     """A picture, ten rows, what whole steps gain, and how it was measured."""
     at = {row.name: row for row in results.rows}
     lines = _main_lines(results)
     for told, name in MORE_ROWS.items():
-        none, theirs = (at.get((*name, side)) for side in (tables.NO_SCALER, "torch"))
-        ours = at.get((*name, "ampfast")) or at.get((*name, "ampfast, aten"))
-        cells = [_time(row) for row in (theirs, ours)]
-        lines.append((told, _time(none) if none else "-", *cells, _times(ours)))
+        found = (at.get((*name, side)) for side in ("ampfast", "ampfast, aten"))
+        lines.append(_main_line(told, next(filter(None, found), None), results))
     parts = (
         f"![{tables.SUBJECTS['loops'][0]}](measured/loops.svg)",
         _main_table("time of", lines),
@@ -123,13 +80,42 @@ def docs_block(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _times(row: Row | None) -> str:
-    return tables.times(row and row.vs_torch)
+def _main_table(of: str, lines: list[tuple[str, ...]]) -> str:
+    header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
+    return tables.Table("", "", "", header, lines, 1).markdown()
+
+
+def _main_lines(results: Results) -> list[tuple[str, ...]]:
+    """Lines of real loops, and of whole steps that clip."""
+    loops, lines = loops_of(results), []
+    for case in LOOPS:
+        told, ours = f"scaler alone: {case}", loops.get(case)
+        if ours is not None:
+            told = ", ".join((told, f"{ours.tensors} parameters", *ours.call.split(", ")[1:]))
+        lines.append(_main_line(told, ours, results))
+    for row in results.rows:
+        if row.subject == "training" and row.replaces and "fused" not in row.call:
+            told = f"whole step, clipped: {row.case}, {row.replaces.removesuffix(', clip')}"
+            lines.append(_main_line(told, row, results))
+    return lines
+
+
+def _main_line(told: str, ours: Row | None, results: Results) -> tuple[str, ...]:
+    """Times without a scaler, if any, with torch's and with ampfast's, of equal calls."""
+    none = theirs = None
+    if ours is not None:
+        place = (*ours.name[:3], ours.replaces or ours.call)
+        at = {row.name: row for row in results.rows}
+        none, theirs = (at.get((*place, side)) for side in (tables.NO_SCALER, "torch"))
+    cells = [_time(row) for row in (theirs, ours)]
+    return told, _time(none) if none else "-", *cells, tables.times(ours and ours.vs_torch)
 
 
 def _time(row: Row | None) -> str:
     """Median of a row, of the device or, where there is none, of the host."""
-    return _cell(row.ms, "ms") if row and row.ms else _cell(row and row.host_us, "us")
+    for unit, value in tables.times_of(row).items() if row else ():
+        return f"{tables.number(value)} {unit}"
+    return tables.NOT_MEASURED
 
 
 def full_block(results: Results) -> str:
@@ -138,7 +124,7 @@ def full_block(results: Results) -> str:
     parts = [_heading(results, f"../{RESULTS}/")]
     drawn = pictures.draw(results)
     shown = set()
-    for table in tables.for_pages(results):
+    for table in tables.of(results):
         name = names.get(table.subject, table.subject)
         if name not in shown:
             image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
@@ -162,20 +148,24 @@ def file_name(results: Results) -> str:
     return f"{short}-torch{results.torch.split('+')[0]}-{results.date[:10]}.json"
 
 
+def committed(folder: Path) -> list[Results]:
+    """All results in a repository."""
+    return [Results.read(file) for file in sorted((folder / RESULTS).glob("*.json"))]
+
+
 def write_pages(folder: Path, file: Path) -> None:
     """Writes a result file's figures into all pages, its pictures, and the file itself."""
     results = Results.read(file)
     if missing := [case for case in LOOPS if case not in loops_of(results)]:
         raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")
-    texts = {page: with_block(folder / page, block(results)) for page, block in PAGES.items()}
     old = [split(folder / page)[1] for page in PAGES]
     earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
     figures = pictures.draw(results)
     (folder / RESULTS).mkdir(parents=True, exist_ok=True)
     results.write(folder / RESULTS / file_name(results))
     pictures.write(figures, folder / PICTURES, png=False)
-    for page, text in texts.items():
-        write_whole(folder / page, text)
+    for page, block in PAGES.items():
+        write_block(folder / page, block(results))
     for name in earlier - {file_name(results)}:
         (folder / RESULTS / name).unlink(missing_ok=True)
 
@@ -190,10 +180,10 @@ def split(page: Path) -> tuple[str, str, str]:
     return before, block, after
 
 
-def with_block(page: Path, block: str) -> str:
-    """Text of a page with another block between its markers."""
+def write_block(page: Path, block: str) -> None:
+    """Writes another block between the markers of a page."""
     before, _, after = split(page)
-    return f"{before}{START}\n{block}\n{END}{after}"
+    write_whole(page, f"{before}{START}\n{block}\n{END}{after}")
 
 
 def _heading(results: Results, folder: str) -> str:

@@ -82,38 +82,27 @@ def _inverted(row: Row, value: float) -> tuple[float, float]:
     return value * row.ms.p50 / row.ms.p80, value * row.ms.p50 / row.ms.p20
 
 
-class Chart(NamedTuple):
-    """Horizontal bars of the rows of a subject, with a vertical line at `line`."""
-
-    subject: str
-    title: str
-    axis: str
-    bar: Callable[[Row], Bar | None]
-    line: float | None = None
-
-
-# The most informative first.
-CHARTS = {
-    "loops": Chart(
-        *("loops", "Scaler's own time in training loops"),
-        *("microseconds a step; lower is better", own_time),
+# Subject, bar of a row, title, axis, and place of a vertical line; the most informative first.
+CHARTS: dict[str, tuple[str, Callable[[Row], Bar | None], str, str, float | None]] = {
+    "loops": (
+        *("loops", own_time, "Scaler's own time in training loops"),
+        *("microseconds a step; lower is better", None),
     ),
-    "host": Chart(
-        *("host", "Host time of the scaler's calls, warm"),
-        *("microseconds; lower is better", warm_time),
+    "host": (
+        *("host", warm_time, "Host time of the scaler's calls, warm"),
+        *("microseconds; lower is better", None),
     ),
-    "throughput": Chart(
-        *("kernels", "Throughput of unscale_, float32"),
-        "GB/s; percent of a copy, whose bandwidth is the black mark; higher is better",
-        throughput,
+    "throughput": (
+        *("kernels", throughput, "Throughput of unscale_, float32"),
+        *("GB/s; percent of a copy, whose bandwidth is the black mark; higher is better", None),
     ),
-    "training": Chart(
-        *("training", "Whole training steps"),
-        *("time over that without a scaler (the line); lower is better", over_none, 1.0),
+    "training": (
+        *("training", over_none, "Whole training steps"),
+        *("time over that without a scaler (the line); lower is better", 1.0),
     ),
-    "clip": Chart(
-        *("clip", "Unscaling and clipping, float32"),
-        *("times as fast as torch (the line); higher is better", speedup, 1.0),
+    "clip": (
+        *("clip", speedup, "Unscaling and clipping, float32"),
+        *("times as fast as torch (the line); higher is better", 1.0),
     ),
 }
 
@@ -125,7 +114,7 @@ def draw(results: Results) -> dict[str, Figure]:
     except ModuleNotFoundError as error:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(STYLE):
-        made = {name: _bars(chart, results) for name, chart in CHARTS.items()}
+        made = {name: _bars(results, *chart) for name, chart in CHARTS.items()}
         made["growth"] = _growth(results)
     return {name: figure for name, figure in made.items() if figure}
 
@@ -178,10 +167,17 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or next(more) for name in dict.fromkeys(series)}
 
 
-def _bars(chart: Chart, results: Results) -> Figure | None:
-    rows = [row for row in results.rows if row.subject == chart.subject]
-    rows = usual_loops(rows) if chart.subject == "loops" else rows
-    bars = [(row.side, bar) for row in rows if (bar := chart.bar(row))]
+def _bars(
+    results: Results,
+    subject: str,
+    bar_of: Callable[[Row], Bar | None],
+    title: str,
+    axis: str,
+    line: float | None,
+) -> Figure | None:
+    rows = [row for row in results.rows if row.subject == subject]
+    rows = usual_loops(rows) if subject == "loops" else rows
+    bars = [(row.side, bar) for row in rows if (bar := bar_of(row))]
     if not bars:
         return None
     from matplotlib.figure import Figure
@@ -214,10 +210,10 @@ def _bars(chart: Chart, results: Results) -> Figure | None:
     axes.invert_yaxis()
     axes.margins(x=0.15, y=0.01)
     axes.set_xlim(left=0)
-    axes.set_title(chart.title)
-    axes.set_xlabel(chart.axis)
-    if chart.line is not None:
-        axes.axvline(chart.line, color="k", ls="--", lw=1)
+    axes.set_title(title)
+    axes.set_xlabel(axis)
+    if line is not None:
+        axes.axvline(line, color="k", ls="--", lw=1)
     handles: list[Any] = [axes.barh(0, 0, color=colour) for colour in colours.values()]
     figure.legend(handles, list(colours), loc="outside lower center", ncols=4, frameon=False)
     return figure

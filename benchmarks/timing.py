@@ -6,21 +6,18 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cases import GradCase
+from .cases import GradCase, dtype_name
 from .results import Row, Spread
-
-# Call and provider of a contender.
-Key = tuple[str, str]
 
 # Provider of rows without a scaler, and of torch's calls for one parameter after the other.
 WITHOUT, LOOP = "none", "loop"
+SIDES = {"torch": "torch", WITHOUT: "no scaler", LOOP: "a loop", "cpu": "ampfast"}
 MAX_ROUNDS = 400
 COMPARED_AT_ONCE = 1 << 22
 # By bytes of an element.
@@ -33,6 +30,10 @@ STRETCH = 8
 # At least any device's clock rate, so the device is held no shorter than asked.
 CYCLES_PER_SECOND = 2.5e9
 
+# Call and provider of a contender; and seconds per call of each, one sample per round.
+Key = tuple[str, str]
+Samples = dict[Key, list[float]]
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -41,12 +42,15 @@ class Contender:
     path: str
     provider: str
     call: Callable[[int], object]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext  # of a sample, untimed
     waits: bool = False  # for the device, so that no other call can be queued behind it
 
     @property
     def key(self) -> Key:
         return self.path, self.provider
+
+
+# Mean seconds of a call of a contender, over a range of numbers.
+Timer = Callable[[Contender, range], float]
 
 
 @dataclass
@@ -155,23 +159,10 @@ class Setting:
         """Whether the CPU stands in for a GPU."""
         return self.queue is not None and self.device.type == "cpu"
 
-
-# Seconds per call of each contender, one sample per round, paired by round.
-Samples = dict[Key, list[float]]
-
-
-def ratio(samples: Samples, numerator: Key, denominator: Key) -> float:
-    """Median over rounds of one contender's time over another's."""
-    pairs = zip(samples[numerator], samples[denominator], strict=True)
-    return statistics.median(a / b for a, b in pairs)
-
-
-def _faster(samples: Samples, theirs: Key, ours: Key) -> float | None:
-    """Ratio of torch's time to another one's, if both were timed."""
-    return ratio(samples, theirs, ours) if ours[1] != "torch" and theirs in samples else None
-
-
-Timer = Callable[[Contender, range], float]
+    def lasting(self, factor: float) -> Setting:
+        """The same with longer or shorter comparisons."""
+        seconds = factor * self.effort.comparison_s
+        return replace(self, effort=replace(self.effort, comparison_s=seconds))
 
 
 def time_on_host(contender: Contender, calls: range) -> float:
@@ -197,13 +188,12 @@ def interleave(
     """
     turns = []
     for contender in contenders:
-        with contender.around():
-            timer(contender, range(cycle))
-            seconds = cycle * timer(contender, range(cycle))
+        timer(contender, range(cycle))
+        seconds = cycle * timer(contender, range(cycle))
         cycles = max(1, round(effort.sample_s / max(seconds, 1e-9)))
         turns.append((contender, range(cycle * cycles)))
 
-    seconds_of: Samples = {c.key: [] for c in contenders}
+    samples: Samples = {contender.key: [] for contender in contenders}
     gc.disable()
     try:
         deadline = time.perf_counter() + effort.comparison_s
@@ -211,83 +201,75 @@ def interleave(
             if done >= effort.rounds and time.perf_counter() > deadline:
                 break
             for contender, numbers in reversed(turns) if done % 2 else turns:
-                with contender.around():
-                    seconds_of[contender.key].append(timer(contender, numbers))
+                samples[contender.key].append(timer(contender, numbers))
     finally:
         gc.enable()
+    return samples
+
+
+def graph_timer(queue: HostQueue, contenders: Sequence[Contender], cycle: int) -> Timer:
+    """Timer of device seconds, none of which waits, from graphs of one cycle of calls."""
+
+    def recorded(call: Callable[[int], object]) -> Callable[[], object]:
+        return queue.capture(lambda: list(map(call, range(cycle))))
+
+    replays = {contender.key: recorded(contender.call) for contender in contenders}
+
+    def seconds_of(contender: Contender, calls: range) -> float:
+        # Untimed, as in `time_on_host`: it pays for the previous contender.
+        replays[contender.key]()
+        start = queue.stamp()
+        for _ in range(len(calls) // cycle):
+            replays[contender.key]()
+        end = queue.stamp()
+        queue.synchronize()
+        return queue.seconds(start, end) / len(calls)
+
     return seconds_of
 
 
-class GraphTimer:
-    """Mean device seconds per call, none of which waits, from graphs of one cycle of calls."""
-
-    name = "graph"
-
-    def __init__(self, queue: HostQueue, contenders: Sequence[Contender], cycle: int) -> None:
-        self._queue, self._cycle = queue, cycle
-
-        def recorded(call: Callable[[int], object]) -> Callable[[], object]:
-            return queue.capture(lambda: list(map(call, range(cycle))))
-
-        self._replays = {contender.key: recorded(contender.call) for contender in contenders}
-
-    def __call__(self, contender: Contender, calls: range) -> float:
-        replay, times = self._replays[contender.key], len(calls) // self._cycle
-        # Untimed, as in `time_on_host`: it pays for the previous contender.
-        replay()
-        start = self._queue.stamp()
-        for _ in range(times):
-            replay()
-        end = self._queue.stamp()
-        self._queue.synchronize()
-        return self._queue.seconds(start, end) / (times * self._cycle)
-
-
-class EventTimer:
-    """Mean device seconds per call, from stamps around calls queued beforehand.
+def event_timer(queue: HostQueue, cycle: int) -> Timer:
+    """Timer of device seconds, from stamps around calls queued beforehand.
 
     The device is kept busy until the last one is queued, so the host is not timed. Calls that
     wait for the device cannot be queued: their time on the device includes the wait. What has to be
     repeated is whole cycles.
     """
+    stretch = max(cycle, STRETCH // cycle * cycle)
+    holds: dict[Key, float] = {}
 
-    name = "events"
-
-    def __init__(self, queue: HostQueue, cycle: int) -> None:
-        self._queue = queue
-        self._stretch = max(cycle, STRETCH // cycle * cycle)
-        self._holds: dict[Key, float] = {}
-
-    def __call__(self, contender: Contender, calls: range) -> float:
-        self._queue.synchronize()
-        if contender.waits:
-            contender.call(calls[0])
-            return self._between_stamps(contender, calls[1:])[0] / (len(calls) - 1)
-        parts = [calls[at : at + self._stretch] for at in range(0, len(calls), self._stretch)]
-        return sum(self._held(contender, part) for part in parts) / len(calls)
-
-    def _held(self, contender: Contender, calls: range) -> float:
-        hold = self._holds.get(contender.key, FIRST_HOLD_S)
-        while True:
-            self._queue.hold(hold)
-            seconds, is_late = self._between_stamps(contender, calls)
-            if not is_late or hold >= LONGEST_HOLD_S:
-                return seconds
-            hold = self._holds[contender.key] = 2 * hold
-
-    def _between_stamps(self, contender: Contender, calls: range) -> tuple[float, bool]:
+    def between_stamps(contender: Contender, calls: range) -> tuple[float, bool]:
         """Device seconds, and whether the device got ahead of the host."""
-        start = self._queue.stamp()
+        start = queue.stamp()
         for number in calls:
             contender.call(number)
-        is_late = self._queue.passed(start)
-        end = self._queue.stamp()
-        self._queue.synchronize()
-        return self._queue.seconds(start, end), is_late
+        is_late = queue.passed(start)
+        end = queue.stamp()
+        queue.synchronize()
+        return queue.seconds(start, end), is_late
+
+    def held(contender: Contender, calls: range) -> float:
+        hold = holds.get(contender.key, FIRST_HOLD_S)
+        while True:
+            queue.hold(hold)
+            seconds, is_late = between_stamps(contender, calls)
+            if not is_late or hold >= LONGEST_HOLD_S:
+                return seconds
+            hold = holds[contender.key] = 2 * hold
+
+    def seconds_of(contender: Contender, calls: range) -> float:
+        queue.synchronize()
+        if contender.waits:
+            contender.call(calls[0])
+            return between_stamps(contender, calls[1:])[0] / (len(calls) - 1)
+        parts = [calls[at : at + stretch] for at in range(0, len(calls), stretch)]
+        return sum(held(contender, part) for part in parts) / len(calls)
+
+    return seconds_of
 
 
 def host_timer(queue: HostQueue) -> Timer:
-    """Returns a timer of host time: until the call returns, from an empty queue."""
+    """Timer of host seconds: until the call returns, from an empty queue."""
 
     def seconds_of(contender: Contender, calls: range) -> float:
         total = 0.0
@@ -303,83 +285,73 @@ def host_timer(queue: HostQueue) -> Timer:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Timed contenders over gradients: device or, on a CPU, wall time; on a GPU `host` time."""
+class Subject:
+    """What contenders are compared over, and how their rows are named and related."""
 
-    subject: str
+    name: str
     case: GradCase
     dtype: torch.dtype
-    contenders: Sequence[Contender]
-    samples: Samples
-    timer: str = "wall"
     lists: int = 1  # that took turns
-    host: Samples = field(default_factory=dict)
+    is_host: bool = False  # time until the call returns, instead of the device's
     replaces: dict[str, str] = field(default_factory=dict)  # torch's call, if of another name
-    notes: list[str] = field(default_factory=list)
+    without: Callable[[Key], Key] | None = None  # that `over_none` is relative to
 
-    def name(self, key: Key) -> tuple[str, str, str, str, str]:
-        """Name of a contender's row."""
-        case = self.case.name if self.lists == 1 else f"{self.case.name}, cold"
-        return self.subject, case, dtype_name(self.dtype), key[0], side(key[1])
+    def time(
+        self,
+        contenders: Sequence[Contender],
+        on: Setting,
+        cycle: int | None = None,  # calls after which a contender has undone what it did
+        graphs: bool = False,
+    ) -> Measured:
+        """Times contenders in turn."""
+        cycle, queue, notes = cycle or 2 * self.lists, on.queue, []
+        timer, name, effort = time_on_host, "wall", on.effort
+        if queue is not None and self.is_host:
+            timer, effort = host_timer(queue), replace(effort, sample_s=0.0)
+        elif queue is not None:
+            timer, name = event_timer(queue, cycle), "events"
+            if graphs:
+                try:
+                    timer, name = graph_timer(queue, contenders, cycle), "graph"
+                except RuntimeError as error:
+                    why = f"by events, since no graph could be captured: {error}"
+                    notes.append(f"{self.case.name}: {why}")
+        samples = interleave(contenders, effort, cycle, timer)
+        return Measured(self.rows(contenders, samples, name), notes)
 
-    def rows(self) -> list[Row]:
-        return [self._row(contender) for contender in self.contenders]
+    def rows(
+        self, contenders: Sequence[Contender], samples: Samples, timer: str = "wall"
+    ) -> list[Row]:
+        """A row for each contender."""
 
-    def _row(self, contender: Contender) -> Row:
-        key, host = contender.key, self.host.get(contender.key)
-        theirs = (self.replaces.get(key[0], key[0]), "torch")
-        return Row(
-            *self.name(key),
-            ms=Spread.of(self.samples[key], 1e3),
-            rounds=len(self.samples[key]),
-            timer="waits" if contender.waits and self.timer == EventTimer.name else self.timer,
-            list_bytes=self.case.list_bytes(self.dtype),
-            replaces=self.replaces.get(key[0]),
-            vs_torch=_faster(self.samples, theirs, key),
-            host_us=Spread.of(host, 1e6) if host else None,
-            host_vs_torch=_faster(self.host, theirs, key) if host else None,
-        )
+        def row(contender: Contender) -> Row:
+            path, provider = key = contender.key
+            seconds, less = samples[key], self.without(key) if self.without else key
+            theirs = self.replaces.get(path, path), "torch"
+            is_ours = provider not in (WITHOUT, LOOP, "torch")
+            kind = "waits" if contender.waits and timer == "events" else timer
+            return Row(
+                self.name,
+                self.case.name if self.lists == 1 else f"{self.case.name}, cold",
+                dtype_name(self.dtype),
+                path,
+                SIDES.get(provider, f"ampfast, {provider}"),
+                ms=None if self.is_host else Spread.of(seconds, 1e3),
+                host_us=Spread.of(seconds, 1e6) if self.is_host else None,
+                rounds=len(seconds),
+                timer=None if self.is_host else kind,
+                replaces=self.replaces.get(path),
+                vs_torch=ratio(samples, theirs, key) if is_ours and theirs in samples else None,
+                over_none=ratio(samples, key, less) if less != key else None,
+            )
 
-
-def time_contenders(
-    subject: str,
-    case: GradCase,
-    dtype: torch.dtype,
-    contenders: Sequence[Contender],
-    on: Setting,
-    *,
-    lists: int = 1,
-    cycle: int | None = None,  # calls after which a contender has undone what it did
-    alone: Sequence[Contender] = (),
-    replaces: dict[str, str] | None = None,
-    graphs: bool = False,
-) -> Timed:
-    """Times contenders in turn; on a GPU device time and, of those that are `alone`, host time."""
-    cycle, queue, host = cycle or 2 * lists, on.queue, {}
-    timer: Any = time_on_host
-    notes = []
-    if queue is not None:
-        timer = EventTimer(queue, cycle)
-        if alone:
-            host = interleave(alone, replace(on.effort, sample_s=0.0), timer=host_timer(queue))
-        if graphs:
-            try:
-                timer = GraphTimer(queue, contenders, cycle)
-            except RuntimeError as error:
-                notes.append(f"{case.name}: by events, since no graph could be captured: {error}")
-    samples = interleave(contenders, on.effort, cycle, timer)
-    about = (subject, case, dtype, contenders, samples, getattr(timer, "name", "wall"))
-    return Timed(*about, lists=lists, host=host, replaces=replaces or {}, notes=notes)
+        return [row(contender) for contender in contenders]
 
 
-def side(provider: str) -> str:
-    """Provider as shown to readers."""
-    known = {"torch": "torch", WITHOUT: "no scaler", LOOP: "a loop", "cpu": "ampfast"}
-    return known.get(provider, f"ampfast, {provider}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def ratio(samples: Samples, numerator: Key, denominator: Key) -> float:
+    """Median over rounds of one contender's time over another's."""
+    pairs = zip(samples[numerator], samples[denominator], strict=True)
+    return statistics.median(a / b for a, b in pairs)
 
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
