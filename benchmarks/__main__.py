@@ -45,62 +45,51 @@ JSON, EARLIER = "results.json", "earlier"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 1 for a file that cannot be read or written."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    if command is None:
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
         return bench(arguments)
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {arguments[0]}", description=command.__doc__
-    )
+    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=COMMANDS[name])
+    if name != "model":
+        parser.add_argument("files", type=Path, nargs=2 if name == "compare" else 1)
+    if name == "compare":
+        told = "also show changes within the spreads"
+        parser.add_argument("--all", action="store_true", help=told)
+    elif name == "report":
+        parser.add_argument("--folder", type=Path, help="its place (default: the file's)")
+    else:
+        told = "write into pages, pictures and results of this repository instead"
+        parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
     try:
-        command(parser, arguments[1:])
+        _show(name, parser.parse_args(arguments[1:]))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _compare(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Shows changes between two result files: faster or slower means beyond both spreads."""
-    parser.add_argument("first", type=Path, help="result file")
-    parser.add_argument("second", type=Path, help="a later one, or one from elsewhere")
-    parser.add_argument("--all", action="store_true", help="also show changes within the spreads")
-    options = parser.parse_args(arguments)
-    both = Results.read(options.first), Results.read(options.second)
-    print(*tables.comparison(*both, options.all), sep="\n")
+COMMANDS = {
+    "compare": "Shows changes between two result files that are beyond both spreads.",
+    "report": "Makes the report of a result file: report.html and plots/.",
+    "readme": "Prints the figures of README.md, or writes them with those of docs/.",
+    "model": "Prints the table of docs/kernels.md: bytes, launches and times of passes.",
+}
 
 
-def _report(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Makes the report of a result file: report.html and plots/."""
-    parser.add_argument("file", type=Path, help="result file")
-    parser.add_argument("--folder", type=Path, help="place of the report (default: the file's)")
-    options = parser.parse_args(arguments)
-    print(pages.write_report(Results.read(options.file), options.folder or options.file.parent))
-
-
-def _readme(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Prints the figures of README.md, or writes them with those of docs/."""
-    parser.add_argument("file", type=Path, help="result file")
-    told = "write pages, pictures and results of this repository instead"
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
-    options = parser.parse_args(arguments)
-    if options.write is None:
-        print(pages.readme_block(Results.read(options.file)))
-    else:
-        pages.write_pages(options.write, options.file)
-
-
-def _model(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Prints the table of docs/kernels.md: bytes, launches and times of passes."""
-    told = "write it into the page of this repository instead"
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
-    folder = parser.parse_args(arguments).write
-    if folder is None:
+def _show(name: str, options: argparse.Namespace) -> None:
+    if name == "model" and options.write is None:
         print(model.block(pages.committed(REPOSITORY)))
+    elif name == "model":
+        page, committed = options.write / model.PAGE, pages.committed(options.write)
+        pages.write_block(page, model.block(committed))
+    elif name == "compare":
+        print(*tables.comparison(*map(Results.read, options.files), options.all), sep="\n")
+    elif name == "report":
+        (file,) = options.files
+        print(pages.write_report(Results.read(file), options.folder or file.parent))
+    elif options.write is None:
+        print(pages.readme_block(Results.read(*options.files)))
     else:
-        pages.write_block(folder / model.PAGE, model.block(pages.committed(folder)))
-
-
-COMMANDS = {"compare": _compare, "report": _report, "readme": _readme, "model": _model}
+        pages.write_pages(options.write, *options.files)
 
 
 def bench(arguments: Sequence[str]) -> int:

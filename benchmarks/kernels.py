@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ceilings, providers
+from . import providers
 from .cases import CASES, GradCase, dtype_name, make_gradients
 from .machine import cache_bytes, require_memory
-from .providers import COPY, HALF_COPY, NORM, PATHS, READ, Calls, Scalars
+from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars
 from .timing import Contender, Job, Measured, Setting, Subject
 
 # float64 gradients are rare, and would take a third of the time of all.
@@ -103,16 +103,14 @@ def measure(
     for count in dict.fromkeys([rotation] if on.queue else [1, rotation]):
         lists = [make_gradients(case, dtype, device) for _ in range(count)]
         contenders = _contenders(lists, [providers.torch_calls(scalars), *calls], paths)
-        timed = Subject(subject, case, dtype, count).time(
-            contenders, on, graphs=size < GRAPH_BELOW_BYTES
-        )
+        over = Subject(subject, case, dtype, count)
+        found = over.time(contenders, on, graphs=size < GRAPH_BELOW_BYTES)
         assert_steady(lists, what, scalars.found_inf)
         # With their bytes, and the bandwidth of a copy of as many, or else of the whole list.
-        found = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in timed.rows]
+        found = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in found]
         copies = {row.bytes: row.gb_s for row in found if row.call in (COPY, HALF_COPY)}
         whole = copies[2 * size]
         rows += [replace(row, copy_gb_s=copies.get(row.bytes, whole)) for row in found]
-        notes += timed.notes
     return Measured(rows, notes)
 
 
@@ -130,15 +128,12 @@ def _contenders(
         for of, each in zip(calls, prepared, strict=True)
         if of.provider != "torch" or path not in missing
     ]
-    # Copies of as many bytes in one piece as unscaling moves, and as a check; a read.
+    # Copies of as many bytes in one piece as unscaling moves, and as a check.
     ends = [(like.new_zeros(size), like.new_ones(size)) for _ in lists]
     for path, part in ((COPY, size), (HALF_COPY, max(1, size // 2))):
         parts = [(target[:part], source[:part]) for target, source in ends]
         copy = in_turn(lambda ends, turn: ends[0].copy_(ends[1]), parts)
         contenders.append(Contender(path, "torch", copy))
-    if like.is_cuda and ceilings.triton is not None:
-        reads = [ceilings.reader(source) for _, source in ends]
-        contenders.append(Contender(READ, "torch", in_turn(lambda read, turn: read(), reads)))
     return contenders
 
 

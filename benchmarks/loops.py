@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 import ampfast
 from ampfast import backends
 
-from .nets import Net, autocast_dtype, conv_net, perceptron
+from .nets import Lesson, Net, conv_net, perceptron
 from .steps import make_scaler, scaler_state
 from .timing import WITHOUT, Contender, Job, Measured, Setting, Subject, assert_same, interleave
 
@@ -75,31 +75,7 @@ LOOPS: tuple[tuple[Net, tuple[Kind, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """Module with its batch and autocast dtype."""
-
-    module: nn.Module
-    inputs: tuple[Tensor, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, net: Net, device: torch.device) -> Lesson:
-        return cls(*net.made(device), autocast_dtype(device))
-
-    def loss(self) -> Tensor:
-        """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
-        with torch.autocast(self.inputs[0].device.type, self.dtype):
-            return self.module(*self.inputs)
-
-
-def optimizer_over(net: Net, kind: Kind, parameters: Sequence[Tensor], of: Any = None) -> Any:
-    """The net's optimizer, or one of another class."""
-    of = of or net.optimizer
-    return of(parameters, **net.options, fused=kind.fused or None)
-
-
-def timed_optimizer(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
+def optimizer_over(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
     """The net's optimizer, which adds up the nanoseconds of its steps."""
     plain: Any = net.optimizer
 
@@ -115,7 +91,7 @@ def timed_optimizer(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
         # Keeps out torch's wrapper for its profiler, whose time would count as the scaler's.
         step.hooked = True  # type: ignore[attr-defined]
 
-    return optimizer_over(net, kind, parameters, Timing)
+    return Timing(parameters, **net.options, fused=kind.fused or None)
 
 
 class Loop:
@@ -133,7 +109,7 @@ class Loop:
         self.kind, self.provider, self.lesson = kind, provider, lesson
         self.key = kind.call(net), provider
         self.parameters = parameters or list(lesson.module.parameters())
-        self.optimizer = optimizer or timed_optimizer(net, kind, self.parameters)
+        self.optimizer = optimizer or optimizer_over(net, kind, self.parameters)
         self._schedule = None
         if kind.schedule:
             decay = torch.optim.lr_scheduler.LambdaLR
@@ -207,12 +183,9 @@ def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequen
     """
     torchs = list(lesson.module.parameters())
 
-    def loop(kind: Kind, name: str, parameters: Sequence[Tensor]) -> Loop:
-        return Loop(net, kind, name, lesson, parameters, optimizer_over(net, kind, parameters))
-
-    theirs = loop(kinds[0], "torch", torchs)
+    theirs = Loop(net, kinds[0], "torch", lesson, torchs)
     ours = [
-        loop(kind, name, [p.detach().clone().requires_grad_() for p in torchs])
+        Loop(net, kind, name, lesson, [p.detach().clone().requires_grad_() for p in torchs])
         for name in names
         for kind in kinds
     ]
@@ -278,8 +251,8 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
         with group_of_one():
             return measure(net, kind, on)
     ours, what = backends.default_for(on.device), f"{net.name}, {kind.call(net)}"
-    assert_parity(net, Lesson.of(net, on.device), [kind], [ours])
-    sides = [Loop(net, kind, name, Lesson.of(net, on.device)) for name in ("torch", ours)]
+    assert_parity(net, net.lesson(on.device), [kind], [ours])
+    sides = [Loop(net, kind, name, net.lesson(on.device)) for name in ("torch", ours)]
     loops = {loop.key: loop for loop in sides}
     for loop in sides:
         loop.step()
@@ -292,5 +265,5 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     _assert_same(own, theirs, f"{what}, after it was timed")
     if [loop.skips() for loop in sides] != skips:
         raise AssertionError(f"{what}: a step was skipped while timed")
-    subject = Subject("loops", net.case(), autocast_dtype(on.device), is_host=True)
+    subject = Subject("loops", net.case(), own.lesson.dtype, is_host=True)
     return Measured(net.sized(subject.rows(contenders, samples)))

@@ -52,14 +52,9 @@ def available_bytes(device: torch.device) -> int | None:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    found = [size for size in (_memory("MemAvailable"), left_to_group()) if size is not None]
-    return min(found, default=None)
-
-
-def _memory(name: str) -> int | None:
-    """Line of the system's memory information in bytes, or None."""
-    found = _line("/proc/meminfo", name)
-    return int(found.split()[0]) << 10 if found else None
+    free = _line("/proc/meminfo", "MemAvailable")
+    found = [left_to_group(), int(free.split()[0]) << 10 if free else None]
+    return min((size for size in found if size is not None), default=None)
 
 
 def _line(path: str, name: str) -> str | None:
@@ -90,41 +85,34 @@ def require_memory(needed: int, device: torch.device) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Facts about this machine that timings depend on; `load` is that of other processes."""
+    facts: dict[str, Any] = {}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        cuda = torch.version.cuda or "0"
+        is_new = torch.__version__ >= "2.12" and int(cuda.split(".")[0]) > 12
+        facts = {
+            "gpu": properties.name,
+            "gpu_cache_bytes": cache_bytes(device),
+            "gpu_capability": f"{properties.major}.{properties.minor}",
+            "driver": (query or "unknown").partition("\n")[0],
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            # Of torch's op.
+            "tensors_per_launch": 770 if is_new else 110,
+        }
     has_affinity = hasattr(os, "sched_getaffinity")
-    return {
-        **(_gpu(device) if device.type == "cuda" else {}),
+    return facts | {
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "arch": platform.machine(),
         "os": platform.system(),
         # Those available to this process, where the system tells.
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory("MemTotal"),
         "cache_bytes": cache_bytes(torch.device("cpu")),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    }
-
-
-def _gpu(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    of_torch, of_cuda = (
-        [int(number) for number in re.findall(r"\d+", version or "0")]
-        for version in (torch.__version__, torch.version.cuda)
-    )
-    return {
-        "gpu": properties.name,
-        "gpu_memory_bytes": properties.total_memory,
-        "gpu_cache_bytes": cache_bytes(device),
-        "gpu_processors": properties.multi_processor_count,
-        "gpu_capability": f"{properties.major}.{properties.minor}",
-        "driver": (query or "unknown").partition("\n")[0],
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        # Of torch's op.
-        "tensors_per_launch": 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110,
     }
 
 

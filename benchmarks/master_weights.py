@@ -23,9 +23,7 @@ from .timing import LOOP, Contender, Job, Measured, Setting, Subject, assert_sam
 
 MASTERS, CLIPPED_MASTERS = "master weights", "master weights, clip"
 LISTS = (
-    GradCase("1000x4", 1000 * ((4,),)),
-    CASES["1000x1k"],
-    CASES["resnet50"],
+    *(GradCase("1000x4", 1000 * ((4,),)), CASES["1000x1k"], CASES["resnet50"]),
     CASES["bert_base"],
 )
 CPU, DTYPE, SCALE = torch.device("cpu"), torch.float16, 2.0**7
@@ -41,87 +39,70 @@ BYTES_PER_ELEMENT = 3 * 12 + 3 * 2 + 4
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
-class Ours:
-    """`master_weights_` and `ampfast.GradScaler`."""
+class Side:
+    """Float16 parameters and master weights, by ampfast or by hand around torch's scaler.
 
-    def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
+    By hand, foreach copies into gradients that are kept, or a loop, one by one, makes new ones.
+    """
+
+    def __init__(
+        self, name: str, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
+    ) -> None:
+        self.name, self._limit, self._is_ours = name, limit, name not in ("torch", LOOP)
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
-        self._limit = limit
-        self._optimizer: Any = ampfast.master_weights_(optimizer(self.parameters))
-        self.scaler = make_scaler(backends.default_for(CPU), CPU, SCALE)
-
-    def step(self) -> None:
-        if self._limit is not None:
-            self.scaler.clip_grad_norm_(self._optimizer, self._limit)
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
-
-    def masters(self) -> list[Tensor]:
-        return [self._optimizer.master_weights[each] for each in self.parameters]
-
-
-class ByHand:
-    """The same by torch: copies around its scaler, by foreach into gradients that are kept."""
-
-    def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
-        self.parameters = [weight.clone().requires_grad_() for weight in weights]
-        self._limit = limit
-        self._masters = [each.detach().float().requires_grad_() for each in self.parameters]
-        self._wide = [torch.empty_like(master) for master in self._masters]
-        for master, gradient in zip(self._masters, self._wide, strict=True):
+        self.scaler = make_scaler(name if self._is_ours else "torch", CPU, SCALE)
+        self._optimizer: Any
+        if self._is_ours:
+            self._optimizer = ampfast.master_weights_(optimizer(self.parameters))
+            self.masters = [self._optimizer.master_weights[each] for each in self.parameters]
+            self.zero_grad = self._optimizer.zero_grad
+            return
+        self.masters = [each.detach().float().requires_grad_() for each in self.parameters]
+        self._wide = [torch.empty_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self._wide, strict=True):
             master.grad = gradient
-        self._optimizer = optimizer(self._masters)
-        self.scaler = make_scaler("torch", CPU, SCALE)
+        self._optimizer = optimizer(self.masters)
+        # The gradients of the parameters alone.
+        self.zero_grad = NoOptimizer(self.parameters).zero_grad
 
     @torch.no_grad()
     def step(self) -> None:
-        self._cast()
-        if self._limit is not None:
-            self.scaler.unscale_(self._optimizer)
-            torch.nn.utils.clip_grad_norm_(self._masters, self._limit)
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
-        self._round()
+        """The calls of an iteration between backward and `zero_grad`."""
+        scaler, optimizer = self.scaler, self._optimizer
+        if self.name == "torch":
+            torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
+        elif self.name == LOOP:
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                master.grad = parameter.grad.float()
+        if self._limit is not None and self._is_ours:
+            scaler.clip_grad_norm_(optimizer, self._limit)
+        elif self._limit is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.masters, self._limit)
+        scaler.step(optimizer)
+        scaler.update()
+        if self.name == "torch":
+            torch._foreach_copy_(self.parameters, self.masters)
+        elif self.name == LOOP:
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                parameter.copy_(master)
 
-    def _cast(self) -> None:
-        torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
-
-    def _round(self) -> None:
-        torch._foreach_copy_(self.parameters, self._masters)
-
-    def masters(self) -> list[Tensor]:
-        return [master.detach() for master in self._masters]
-
-
-class Loop(ByHand):
-    """The same with copies one by one, and new float32 gradients."""
-
-    def _cast(self) -> None:
-        for master, parameter in zip(self._masters, self.parameters, strict=True):
-            master.grad = parameter.grad.float()
-
-    def _round(self) -> None:
-        for master, parameter in zip(self._masters, self.parameters, strict=True):
-            parameter.copy_(master)
+    def timed_step(self, gradients: Sequence[Tensor]) -> float:
+        """Seconds of a step with new gradients."""
+        torch.autograd.backward(self.parameters, gradients)
+        start = time.perf_counter()
+        self.step()
+        seconds = time.perf_counter() - start
+        self.zero_grad()
+        return seconds
 
 
 def sides_over(
     weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
-) -> dict[str, Any]:
+) -> dict[str, Side]:
     """Sides by provider, with parameters of their own."""
-    kinds = {"torch": ByHand, LOOP: Loop, backends.default_for(CPU): Ours}
-    return {name: kind(weights, optimizer, limit) for name, kind in kinds.items()}
-
-
-def timed_step(side: Any, gradients: Sequence[Tensor]) -> float:
-    """Seconds of the calls between backward, which leaves new gradients, and their release."""
-    torch.autograd.backward(side.parameters, gradients)
-    start = time.perf_counter()
-    side.step()
-    seconds = time.perf_counter() - start
-    for parameter in side.parameters:
-        parameter.grad = None
-    return seconds
+    names = ("torch", LOOP, backends.default_for(CPU))
+    return {name: Side(name, weights, optimizer, limit) for name in names}
 
 
 def jobs(on: Setting) -> list[Job]:
@@ -145,7 +126,7 @@ def measure(case: GradCase, call: str, on: Setting) -> Measured:
     contenders = [Contender(call, name, lambda number: None) for name in sides]
 
     def timer(contender: Contender, calls: range) -> float:
-        return timed_step(sides[contender.provider], gradients)
+        return sides[contender.provider].timed_step(gradients)
 
     # One step of each side in a round.
     samples = interleave(contenders, replace(on.effort, sample_s=0.0), 1, timer)
@@ -166,14 +147,14 @@ def assert_parity(
     bad[-1].view(-1)[-1] = math.inf
     for number in range(PARITY_STEPS):
         for name, side in sides.items():
-            timed_step(side, bad if number == BAD_STEP else gradients)
-            where, masters = f"{what}, by {name}, step {number}", side.masters()
+            side.timed_step(bad if number == BAD_STEP else gradients)
+            where = f"{what}, by {name}, step {number}"
+            masters, torchs = ([each.detach() for each in of.masters] for of in (side, theirs))
             states = scaler_state(side.scaler), scaler_state(theirs.scaler)
             assert_same(*states, f"scale of {where}")
             rounded = [each.to(DTYPE) for each in masters]
             assert_same(side.parameters, rounded, f"parameters of {where}")
             if limit is None:
-                assert_same(masters, theirs.masters(), f"master weights of {where}")
-                continue
-            for our, their in zip(masters, theirs.masters(), strict=True):
+                assert_same(masters, torchs, f"master weights of {where}")
+            for our, their in zip(masters, torchs, strict=True):
                 torch.testing.assert_close(our, their, rtol=CLIP_TOLERANCE, atol=0)

@@ -30,79 +30,58 @@ STYLE = {
 }
 
 
-class Bar(NamedTuple):
-    """Bar of a group, with 20th and 80th percentile, and `mark`, a length to compare with."""
+class Chart(NamedTuple):
+    """Horizontal bars of the rows of a subject that have a value, with a line at `line`."""
 
-    group: str
-    value: float
-    label: str
-    low: float
-    high: float
-    mark: float | None = None
-
-
-def own_time(row: Row) -> Bar:
-    return _time(row, f"{row.case}\n{row.tensors} parameters, {row.call}")
+    subject: str
+    title: str
+    axis: str
+    value: Callable[[Row], float | None]
+    label: Callable[[Row], str]
+    group: Callable[[Row], str] = lambda row: f"{row.case}\n{row.call}"
+    is_rate: bool = False  # falls as the row's own time grows
+    line: float | None = None
 
 
-def warm_time(row: Row) -> Bar | None:
-    group = f"{row.case.partition('x')[0]} parameters\n{row.call}"
-    return None if row.replaces else _time(row, group)
-
-
-def _time(row: Row, group: str) -> Bar:
-    low, middle, high = row.host_us
+def _host_time(row: Row) -> str:
     speed = "" if row.vs_torch is None else f" ({faster(row.vs_torch)})"
-    return Bar(group, middle, f"{middle:,.0f}{speed}", low, high)
+    return f"{row.host_us.p50:,.0f}{speed}"
 
 
-def throughput(row: Row) -> Bar | None:
-    if row.call != UNSCALE or row.dtype != "float32" or not row.gb_s:
-        return None
-    label = percent(row.percent_of_copy)
-    return Bar(row.case, row.gb_s, label, *_inverted(row, row.gb_s), row.copy_gb_s)
-
-
-def over_none(row: Row) -> Bar | None:
-    if not row.over_none or row.side == NO_SCALER:
-        return None
-    ends = (row.over_none * each / row.ms.p50 for each in (row.ms.p20, row.ms.p80))
-    return Bar(f"{row.case}\n{row.call}", row.over_none, f"{row.over_none:.3f}", *ends)
-
-
-def speedup(row: Row) -> Bar | None:
-    if not row.vs_torch or row.dtype != "float32":
-        return None
-    ends = _inverted(row, row.vs_torch)
-    return Bar(f"{row.case}\n{row.call}", row.vs_torch, faster(row.vs_torch), *ends)
-
-
-def _inverted(row: Row, value: float) -> tuple[float, float]:
-    """Spread of a figure that falls as the row's own time grows."""
-    return value * row.ms.p50 / row.ms.p80, value * row.ms.p50 / row.ms.p20
-
-
-# Subject, bar of a row, title, axis, and place of a vertical line; the most informative first.
-CHARTS: dict[str, tuple[str, Callable[[Row], Bar | None], str, str, float | None]] = {
-    "loops": (
-        *("loops", own_time, "Scaler's own time in training loops"),
-        *("microseconds a step; lower is better", None),
+# The most informative first.
+CHARTS = {
+    "loops": Chart(
+        *("loops", "Scaler's own time in training loops", "microseconds a step; lower is better"),
+        *(lambda row: row.host_us.p50, _host_time),
+        lambda row: f"{row.case}\n{row.tensors} parameters, {row.call}",
     ),
-    "host": (
-        *("host", warm_time, "Host time of the scaler's calls, warm"),
-        *("microseconds; lower is better", None),
+    "host": Chart(
+        *("host", "Host time of the scaler's calls, warm", "microseconds; lower is better"),
+        *(lambda row: None if row.replaces else row.host_us.p50, _host_time),
+        lambda row: f"{row.case.partition('x')[0]} parameters\n{row.call}",
     ),
-    "throughput": (
-        *("kernels", throughput, "Throughput of unscale_, float32"),
-        *("GB/s; percent of a copy, whose bandwidth is the black mark; higher is better", None),
+    "throughput": Chart(
+        *("kernels", "Throughput of unscale_, float32"),
+        "GB/s; percent of a copy, whose bandwidth is the black mark; higher is better",
+        lambda row: row.gb_s if (row.call, row.dtype) == (UNSCALE, "float32") else None,
+        lambda row: percent(row.percent_of_copy),
+        lambda row: row.case,
+        is_rate=True,
     ),
-    "training": (
-        *("training", over_none, "Whole training steps"),
-        *("time over that without a scaler (the line); lower is better", 1.0),
+    "training": Chart(
+        *("training", "Whole training steps"),
+        "time over that without a scaler (the line); lower is better",
+        lambda row: None if row.side == NO_SCALER else row.over_none,
+        lambda row: f"{row.over_none:.3f}",
+        line=1.0,
     ),
-    "clip": (
-        *("clip", speedup, "Unscaling and clipping, float32"),
-        *("times as fast as torch (the line); higher is better", 1.0),
+    "clip": Chart(
+        *("clip", "Unscaling and clipping, float32"),
+        "times as fast as torch (the line); higher is better",
+        lambda row: row.vs_torch if row.dtype == "float32" else None,
+        lambda row: faster(row.vs_torch),
+        is_rate=True,
+        line=1.0,
     ),
 }
 
@@ -114,7 +93,7 @@ def draw(results: Results) -> dict[str, Figure]:
     except ModuleNotFoundError as error:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(STYLE):
-        made = {name: _bars(results, *chart) for name, chart in CHARTS.items()}
+        made = {name: _bars(chart, results) for name, chart in CHARTS.items()}
         made["growth"] = _growth(results)
     return {name: figure for name, figure in made.items() if figure}
 
@@ -167,53 +146,50 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or next(more) for name in dict.fromkeys(series)}
 
 
-def _bars(
-    results: Results,
-    subject: str,
-    bar_of: Callable[[Row], Bar | None],
-    title: str,
-    axis: str,
-    line: float | None,
-) -> Figure | None:
-    rows = [row for row in results.rows if row.subject == subject]
-    rows = usual_loops(rows) if subject == "loops" else rows
-    bars = [(row.side, bar) for row in rows if (bar := bar_of(row))]
-    if not bars:
+def _bars(chart: Chart, results: Results) -> Figure | None:
+    rows = [row for row in results.rows if row.subject == chart.subject]
+    rows = usual_loops(rows) if chart.subject == "loops" else rows
+    rows = [row for row in rows if chart.value(row)]
+    if not rows:
         return None
     from matplotlib.figure import Figure
 
-    colours = _colours([side for side, _ in bars])
-    groups = list(dict.fromkeys(bar.group for _, bar in bars))
-    figure = Figure(figsize=(8, 1.3 + 0.2 * len(bars) + 0.18 * len(groups)), layout="constrained")
+    colours = _colours([row.side for row in rows])
+    groups = list(dict.fromkeys(map(chart.group, rows)))
+    figure = Figure(figsize=(8, 1.3 + 0.2 * len(rows) + 0.18 * len(groups)), layout="constrained")
     axes = figure.subplots()
     position, centres = 0.0, []
     for group in groups:
-        here = [(side, bar) for side, bar in bars if bar.group == group]
+        here = [row for row in rows if chart.group(row) == group]
         centres.append(position + (len(here) - 1) / 2)
-        for side, bar in here:
-            axes.barh(position, bar.value, 0.9, color=colours[side])
-            ends = [[bar.value - bar.low], [bar.high - bar.value]]
-            axes.errorbar(bar.value, position, xerr=ends, fmt="none", ecolor="k", elinewidth=1)
+        for row in here:
+            value, time = chart.value(row), row.ms or row.host_us
+            ends = [value * time.p20 / time.p50, value * time.p80 / time.p50]
+            if chart.is_rate:
+                ends = [value * time.p50 / time.p80, value * time.p50 / time.p20]
+            axes.barh(position, value, 0.9, color=colours[row.side])
+            distances = [[value - ends[0]], [ends[1] - value]]
+            axes.errorbar(value, position, xerr=distances, fmt="none", ecolor="k", elinewidth=1)
             axes.annotate(
-                *(bar.label, (bar.high, position), (4, 0)),
+                *(chart.label(row), (ends[1], position), (4, 0)),
                 textcoords="offset points",
                 va="center",
                 fontsize=8,
                 # Above the line.
                 bbox={"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8},
             )
-            if bar.mark is not None:
-                axes.plot([bar.mark] * 2, [position - 0.45, position + 0.45], "k", lw=2)
+            if row.copy_gb_s is not None:
+                axes.plot([row.copy_gb_s] * 2, [position - 0.45, position + 0.45], "k", lw=2)
             position += 1
         position += 0.8
     axes.set_yticks(centres, groups, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15, y=0.01)
     axes.set_xlim(left=0)
-    axes.set_title(title)
-    axes.set_xlabel(axis)
-    if line is not None:
-        axes.axvline(line, color="k", ls="--", lw=1)
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.axis)
+    if chart.line is not None:
+        axes.axvline(chart.line, color="k", ls="--", lw=1)
     handles: list[Any] = [axes.barh(0, 0, color=colour) for colour in colours.values()]
     figure.legend(handles, list(colours), loc="outside lower center", ncols=4, frameon=False)
     return figure

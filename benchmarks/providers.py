@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,17 +14,14 @@ from torch import Tensor
 from ampfast import backends, functional
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
-from ampfast.backends.gpu import DeviceKernels
 
 from .timing import assert_same
 
 CHECK, UNSCALE, UPDATE = PATHS = ("check", "unscale", "unscale+update")
-# A check with the 2-norm; and, of `torch_calls` and `launches` alone, that and a multiplication by
-# the clip coefficient, which is 1.
-NORM, CLIP = "norm", "norm and clip"
-# A copy, one whose reads and writes together are as many bytes as a check reads, and the largest
-# value of memory in one piece.
-COPY, HALF_COPY, READ = "copy", "copy of half", "read"
+# A check with the 2-norm.
+NORM = "norm"
+# In one piece; and one whose reads and writes together are as many bytes as a check reads.
+COPY, HALF_COPY = "copy", "copy of half"
 # Comma-separated backends to leave out, such as those whose results were wrong before.
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 
@@ -48,7 +44,7 @@ def moved_bytes(path: str, list_bytes: int) -> int:
     A check reads the list, b*N, and can take the norm on the way. Unscaling also writes as much,
     2*b*N, and can update the scale on the way; so does a copy. Clipping needs the norm first.
     """
-    passes = {CHECK: 1, HALF_COPY: 1, NORM: 1, READ: 1, CLIP: 3}
+    passes = {CHECK: 1, HALF_COPY: 1, NORM: 1}
     return passes.get(path, 2) * list_bytes
 
 
@@ -110,57 +106,46 @@ def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def torch_calls(scalars: Scalars) -> Calls:
-    """torch's op, and the calls around it."""
+def calls_of(provider: str, scalars: Scalars, unscale: Any, check: Any, update: Any) -> Calls:
+    """Calls of functions like torch's; the inverse is given: its scaler computes it by kernels."""
     s = scalars
 
-    def unscale(gradients: Gradients, turn: int) -> None:
-        _torch_unscale_(gradients, s.found_inf, s.inverses[turn])
-
     def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        # The inverse is given; the scaler computes it with three kernels.
-        unscale(gradients, turn)
-        torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
-
-    def clip(gradients: Gradients, turn: int) -> None:
-        # As torch's clip_grad_norm_ without a limit, where it multiplies, too.
-        norm = torch.nn.utils.get_total_norm(gradients)
-        torch._foreach_mul_(gradients, torch.clamp(math.inf / (norm + 1e-6), max=1.0))
+        unscale(gradients, s.found_inf, s.inverses[turn])
+        update(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
     paths = {
-        CHECK: lambda gradients, turn: _torch_unscale_(gradients, s.found_inf, s.one),
-        UNSCALE: unscale,
+        CHECK: lambda gradients, turn: check(gradients, s.found_inf),
+        UNSCALE: lambda gradients, turn: unscale(gradients, s.found_inf, s.inverses[turn]),
         UPDATE: unscale_and_update,
-        NORM: lambda gradients, turn: torch.nn.utils.get_total_norm(gradients),
-        CLIP: clip,
     }
-    return Calls("torch", lambda gradients: gradients, paths)
+    return Calls(provider, lambda gradients: gradients, paths)
+
+
+def torch_calls(scalars: Scalars) -> Calls:
+    """torch's op, and the calls around it."""
+
+    def check(gradients: Gradients, found_inf: Tensor) -> None:
+        _torch_unscale_(gradients, found_inf, scalars.one)
+
+    calls = calls_of("torch", scalars, _torch_unscale_, check, torch._amp_update_scale_)
+    calls.paths[NORM] = lambda gradients, turn: torch.nn.utils.get_total_norm(gradients)
+    return calls
 
 
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     """ampfast's functional calls, and a norm, which is returned as its square."""
-    s = scalars
+    f, run = functional, backends.choose(name).kernels_for(device).run
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    run = backends.choose(name).kernels_for(device).run
-
-    def unscale(gradients: Gradients, turn: int) -> None:
-        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
-
-    def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        unscale(gradients, turn)
-        functional.update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
     def norm(gradients: Gradients, turn: int) -> Tensor:
-        run(listed(gradients), Pass(False, Factor.TIMES, s.inverses[turn], s.found_inf, sums=sums))
+        inverse, found_inf = scalars.inverses[turn], scalars.found_inf
+        run(listed(gradients), Pass(False, Factor.TIMES, inverse, found_inf, sums=sums))
         return sums[0]
 
-    paths = {
-        CHECK: lambda gradients, turn: functional.check_(gradients, s.found_inf),
-        UNSCALE: unscale,
-        UPDATE: unscale_and_update,
-        NORM: norm,
-    }
-    return Calls(name, lambda gradients: gradients, paths)
+    calls = calls_of(name, scalars, f.unscale_, f.check_, f.update_scale_)
+    calls.paths[NORM] = norm
+    return calls
 
 
 def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
@@ -169,11 +154,10 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     Graphs capture these, since a whole call would include the upload of the table, which happens
     only when an address has changed.
     """
-    s, kernels = scalars, device_kernels(name, device)
+    s, kernels = scalars, backends.choose(name).kernels_for(device)
     updates = [Update(*pair, [], *FACTORS) for pair in zip(s.scales, s.trackers, strict=True)]
     endings = [kernels.ending(update) for update in updates]
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
-    limits = core.Clip(sums, math.inf, False, torch.zeros((), device=device), sums.new_zeros(()))
     inverse = Factor.TIMES_RECIPROCAL
 
     def table(gradients: Gradients) -> core.DeviceTable:
@@ -183,20 +167,14 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     def launch(table: core.DeviceTable, write: bool, how: Factor, factor: Any, **more: Any) -> None:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
-        with on_device(device):
-            kernels._launcher.multi_tensor(
-                Pass(write, how, factor, s.found_inf, **more), table, segment, True
-            )
+        work = Pass(write, how, factor, s.found_inf, **more)
+        # Of none on a CPU.
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            kernels._launcher.multi_tensor(work, table, segment, True)
 
     def norm(table: core.DeviceTable, turn: int) -> Tensor:
         launch(table, False, inverse, s.scales[turn], sums=sums[0])
         return sums[0, 0]
-
-    def clip(table: core.DeviceTable, turn: int) -> None:
-        norm(table, turn)
-        with on_device(device):
-            kernels._launcher.clip_coefficient(limits)
-        launch(table, True, inverse, s.scales[turn], coefficient=limits.coefficient)
 
     paths = {
         CHECK: lambda table, turn: launch(table, False, Factor.NONE, None),
@@ -205,20 +183,8 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
             table, True, inverse, s.scales[turn], ending=endings[turn]
         ),
         NORM: norm,
-        CLIP: clip,
     }
     return Calls(name, table, paths)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which launches go to a GPU; of none on a CPU."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-def device_kernels(name: str, device: torch.device) -> DeviceKernels:
-    """Kernels of a backend over tables on a device."""
-    kernels: Any = backends.choose(name).kernels_for(device)
-    return kernels
 
 
 def listed(gradients: Gradients) -> core.GradList:
@@ -249,10 +215,7 @@ def assert_parity(
             result = calls.paths[path](calls.prepare(copies), 0)
             where = f"{path} by {calls.provider}, {what}, {'' if finite else 'not '}all finite"
             assert_same([ours.found_inf], [theirs.found_inf], f"flag of {where}")
-            # The coefficient of an infinite norm is not looked at: such a step is skipped.
-            if finite or path != CLIP:
-                wanted = expected if moved_bytes(path, 1) > 1 else gradients
-                assert_same(copies, wanted, where)
+            assert_same(copies, expected if moved_bytes(path, 1) > 1 else gradients, where)
             if path == UPDATE:
                 found, updated = ([*s.scales, *s.trackers] for s in (ours, theirs))
                 assert_same(found, updated, f"scale and tracker of {where}")

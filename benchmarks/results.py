@@ -42,8 +42,8 @@ class Row:
     # Until the call returns, on a GPU from an empty queue; in a loop the scaler's own time.
     host_us: Spread | None = None
     rounds: int | None = None  # in which all sides took turns
-    # How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one
-    # another; "waits", including the call's wait for the device.
+    # How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", one after the other
+    # as in training, where the slower of host and device counts.
     timer: str | None = None
     replaces: str | None = None  # torch's call to compare with, if it has another name
     vs_torch: float | None = None  # torch's time over this one's, the median over rounds

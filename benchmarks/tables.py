@@ -78,8 +78,7 @@ SUBJECTS = {
     "decisive": (
         "What a GPU is asked first",
         "Lists that no cache holds; small ones are replayed from a CUDA graph. A norm is computed "
-        "with a check. For comparison, a read takes the maximum of as many bytes in one piece, and "
-        "a copy copies them.",
+        "with a check. For comparison, a copy copies as many bytes in one piece.",
     ),
 }
 
@@ -239,24 +238,14 @@ def usual_loops(rows: Iterable[Row]) -> list[Row]:
     return scheduled or [row for row in loops if "," not in row.call]
 
 
-def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
-    """torch's row and ampfast's, where a subject has both for the same call."""
-    rows = [row for row in rows if row.subject == subject]
-    theirs = {row.name[:4]: row for row in rows if row.side == "torch"}
-    return [
-        (theirs[row.name[:4]], row)
-        for row in rows
-        if row.side not in OTHERS and row.name[:4] in theirs
-    ]
-
-
 def gain_of_the_import(results: Results) -> str:
     """Sentence on what whole steps gain where only the scaler's class changes."""
-    both = pairs(results.rows, "training")
-    gains = sorted(1 - 1 / row.vs_torch for _, row in both if row.vs_torch)
+    rows = [row for row in results.rows if row.subject == "training"]
+    rows = [row for row in rows if row.vs_torch and not row.replaces]
+    gains = sorted(1 - 1 / row.vs_torch for row in rows)
     if not gains:
         return f"What the import alone gains in a whole training step: {NOT_MEASURED}."
-    nets = "; ".join(dict.fromkeys(row.case for _, row in both))
+    nets = "; ".join(dict.fromkeys(row.case for row in rows))
     return (
         f"On the nets measured ({nets}), the import alone makes a whole training step "
         f"{_shorter(median(gains))} than with torch's scaler: the median of {len(gains)} kinds of "

@@ -19,16 +19,8 @@ from .results import Row, Spread
 WITHOUT, LOOP = "none", "loop"
 SIDES = {"torch": "torch", WITHOUT: "no scaler", LOOP: "a loop", "cpu": "ampfast"}
 MAX_ROUNDS = 400
-COMPARED_AT_ONCE = 1 << 22
 # By bytes of an element.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# Seconds that the device is kept busy while calls are queued. Doubled until they suffice.
-FIRST_HOLD_S, LONGEST_HOLD_S = 200e-6, 0.2
-# Calls behind one hold: a queue takes some 1,000 launches, beyond which the host waits.
-STRETCH = 8
-# At least any device's clock rate, so the device is held no shorter than asked.
-CYCLES_PER_SECOND = 2.5e9
 
 # Call and provider of a contender; and seconds per call of each, one sample per round.
 Key = tuple[str, str]
@@ -42,7 +34,6 @@ class Contender:
     path: str
     provider: str
     call: Callable[[int], object]
-    waits: bool = False  # for the device, so that no other call can be queued behind it
 
     @property
     def key(self) -> Key:
@@ -97,19 +88,11 @@ class HostQueue:
         """Queues a timestamp, to be read later."""
         return time.perf_counter()
 
-    def passed(self, stamp: Any) -> bool:
-        """Whether the device has reached a stamp."""
-        return False
-
     def seconds(self, start: Any, end: Any) -> float:
         return end - start
 
-    def hold(self, seconds: float) -> None:
-        """Queues work that keeps the device busy."""
-
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
         """Warms up `body`, and returns a replay of its device work."""
-        body()
         return body
 
 
@@ -124,14 +107,8 @@ class CudaQueue(HostQueue):
         event.record()
         return event
 
-    def passed(self, stamp: torch.cuda.Event) -> bool:
-        return stamp.query()
-
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
-
-    def hold(self, seconds: float) -> None:
-        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
         # On the capturing stream, so that nothing is compiled or allocated during the capture.
@@ -207,63 +184,32 @@ def interleave(
     return samples
 
 
-def graph_timer(queue: HostQueue, contenders: Sequence[Contender], cycle: int) -> Timer:
-    """Timer of device seconds, none of which waits, from graphs of one cycle of calls."""
+def device_timer(
+    queue: HostQueue, contenders: Sequence[Contender], cycle: int, graphs: bool
+) -> Timer:
+    """Timer by stamps around calls queued one after the other, or replayed from graphs.
 
-    def recorded(call: Callable[[int], object]) -> Callable[[], object]:
-        return queue.capture(lambda: list(map(call, range(cycle))))
+    As in training, of calls the slower of host and device counts; of graphs the device alone.
+    """
 
-    replays = {contender.key: recorded(contender.call) for contender in contenders}
+    def body_of(call: Callable[[int], object]) -> Callable[[], object]:
+        def body() -> None:
+            for number in range(cycle):
+                call(number)
+
+        return queue.capture(body) if graphs else body
+
+    bodies = {contender.key: body_of(contender.call) for contender in contenders}
 
     def seconds_of(contender: Contender, calls: range) -> float:
         # Untimed, as in `time_on_host`: it pays for the previous contender.
-        replays[contender.key]()
+        bodies[contender.key]()
         start = queue.stamp()
         for _ in range(len(calls) // cycle):
-            replays[contender.key]()
+            bodies[contender.key]()
         end = queue.stamp()
         queue.synchronize()
         return queue.seconds(start, end) / len(calls)
-
-    return seconds_of
-
-
-def event_timer(queue: HostQueue, cycle: int) -> Timer:
-    """Timer of device seconds, from stamps around calls queued beforehand.
-
-    The device is kept busy until the last one is queued, so the host is not timed. Calls that
-    wait for the device cannot be queued: their time on the device includes the wait. What has to be
-    repeated is whole cycles.
-    """
-    stretch = max(cycle, STRETCH // cycle * cycle)
-    holds: dict[Key, float] = {}
-
-    def between_stamps(contender: Contender, calls: range) -> tuple[float, bool]:
-        """Device seconds, and whether the device got ahead of the host."""
-        start = queue.stamp()
-        for number in calls:
-            contender.call(number)
-        is_late = queue.passed(start)
-        end = queue.stamp()
-        queue.synchronize()
-        return queue.seconds(start, end), is_late
-
-    def held(contender: Contender, calls: range) -> float:
-        hold = holds.get(contender.key, FIRST_HOLD_S)
-        while True:
-            queue.hold(hold)
-            seconds, is_late = between_stamps(contender, calls)
-            if not is_late or hold >= LONGEST_HOLD_S:
-                return seconds
-            hold = holds[contender.key] = 2 * hold
-
-    def seconds_of(contender: Contender, calls: range) -> float:
-        queue.synchronize()
-        if contender.waits:
-            contender.call(calls[0])
-            return between_stamps(contender, calls[1:])[0] / (len(calls) - 1)
-        parts = [calls[at : at + stretch] for at in range(0, len(calls), stretch)]
-        return sum(held(contender, part) for part in parts) / len(calls)
 
     return seconds_of
 
@@ -278,7 +224,6 @@ def host_timer(queue: HostQueue) -> Timer:
             start = time.perf_counter()
             contender.call(number)
             total += time.perf_counter() - start
-        queue.synchronize()
         return total / len(calls)
 
     return seconds_of
@@ -294,7 +239,7 @@ class Subject:
     lists: int = 1  # that took turns
     is_host: bool = False  # time until the call returns, instead of the device's
     replaces: dict[str, str] = field(default_factory=dict)  # torch's call, if of another name
-    without: Callable[[Key], Key] | None = None  # that `over_none` is relative to
+    without: Callable[[Key], Key] = lambda key: key  # that `over_none` is relative to
 
     def time(
         self,
@@ -302,50 +247,40 @@ class Subject:
         on: Setting,
         cycle: int | None = None,  # calls after which a contender has undone what it did
         graphs: bool = False,
-    ) -> Measured:
-        """Times contenders in turn."""
-        cycle, queue, notes = cycle or 2 * self.lists, on.queue, []
+    ) -> list[Row]:
+        """Times contenders in turn; a row for each."""
+        cycle, queue = cycle or 2 * self.lists, on.queue
         timer, name, effort = time_on_host, "wall", on.effort
         if queue is not None and self.is_host:
             timer, effort = host_timer(queue), replace(effort, sample_s=0.0)
         elif queue is not None:
-            timer, name = event_timer(queue, cycle), "events"
-            if graphs:
-                try:
-                    timer, name = graph_timer(queue, contenders, cycle), "graph"
-                except RuntimeError as error:
-                    why = f"by events, since no graph could be captured: {error}"
-                    notes.append(f"{self.case.name}: {why}")
-        samples = interleave(contenders, effort, cycle, timer)
-        return Measured(self.rows(contenders, samples, name), notes)
+            timer = device_timer(queue, contenders, cycle, graphs)
+            name = "graph" if graphs else "events"
+        return self.rows(contenders, interleave(contenders, effort, cycle, timer), name)
 
     def rows(
         self, contenders: Sequence[Contender], samples: Samples, timer: str = "wall"
     ) -> list[Row]:
-        """A row for each contender."""
-
-        def row(contender: Contender) -> Row:
+        """A row for each contender with its samples."""
+        found, case = [], self.case.name if self.lists == 1 else f"{self.case.name}, cold"
+        for contender in contenders:
             path, provider = key = contender.key
-            seconds, less = samples[key], self.without(key) if self.without else key
-            theirs = self.replaces.get(path, path), "torch"
-            is_ours = provider not in (WITHOUT, LOOP, "torch")
-            kind = "waits" if contender.waits and timer == "events" else timer
-            return Row(
-                self.name,
-                self.case.name if self.lists == 1 else f"{self.case.name}, cold",
-                dtype_name(self.dtype),
-                path,
+            theirs, less = (self.replaces.get(path, path), "torch"), self.without(key)
+            is_compared = provider not in (WITHOUT, LOOP, "torch") and theirs in samples
+            row = Row(
+                *(self.name, case, dtype_name(self.dtype), path),
                 SIDES.get(provider, f"ampfast, {provider}"),
-                ms=None if self.is_host else Spread.of(seconds, 1e3),
-                host_us=Spread.of(seconds, 1e6) if self.is_host else None,
-                rounds=len(seconds),
-                timer=None if self.is_host else kind,
+                rounds=len(samples[key]),
                 replaces=self.replaces.get(path),
-                vs_torch=ratio(samples, theirs, key) if is_ours and theirs in samples else None,
+                vs_torch=ratio(samples, theirs, key) if is_compared else None,
                 over_none=ratio(samples, key, less) if less != key else None,
             )
-
-        return [row(contender) for contender in contenders]
+            if self.is_host:
+                row = replace(row, host_us=Spread.of(samples[key], 1e6))
+            else:
+                row = replace(row, ms=Spread.of(samples[key], 1e3), timer=timer)
+            found.append(row)
+        return found
 
 
 def ratio(samples: Samples, numerator: Key, denominator: Key) -> float:
@@ -361,12 +296,9 @@ def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> 
         if (our.dtype, our.shape) != (their.dtype, their.shape):
             kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (our, their)]
             raise AssertionError(f"{where}: {' and not '.join(kinds)}")
-        bits = BITS[our.element_size()]
-        if torch.equal(our.detach().view(bits), their.detach().view(bits)):
-            continue
-        # Piecewise, since comparing NaNs needs several times the memory of the values.
-        pieces = [each.detach().reshape(-1).split(COMPARED_AT_ONCE) for each in (our, their)]
-        for a, b in zip(*pieces, strict=True):
+        a, b, bits = our.detach(), their.detach(), BITS[our.element_size()]
+        if not torch.equal(a.view(bits), b.view(bits)):
+            a, b = a.reshape(-1), b.reshape(-1)
             differ = (a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())
             if differ.any():
                 first = int(differ.int().argmax())

@@ -6,15 +6,17 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ampfast import backends, find_nonfinite
 
 from . import providers
-from .loops import SCALE, Kind, Lesson, Loop, assert_parity, optimizer_over
+from .loops import SCALE, Kind, Loop, assert_parity, optimizer_over
 from .machine import require_memory
-from .nets import Net, nets
+from .nets import Lesson, Net, nets
+from .results import Row
 from .timing import WITHOUT, Contender, Job, Measured, Setting, Subject
 
 # Steps are long, so samples have few of them and more time in total: most on a CPU, where the time
@@ -23,8 +25,6 @@ STEPS_IN_TURN = 3
 LONGER = {"cpu": 5.0, "cuda": 2.0}
 # Three ways to clip differ by a hundredth of a step.
 CLIP_LONGER = 3.0
-# Parameter, gradient and two optimizer states, in float32.
-BYTES_PER_ELEMENT = 16
 
 
 def jobs(on: Setting) -> list[Job]:
@@ -47,8 +47,8 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     """Times steps of a net with its optimizer and batch, with each scaler in turn."""
     names, notes = providers.available(on.device)
     ours = [kind, replace(kind, by_scaler=True)] if kind.clip else [kind]
-    _require_memory(net, 1 + len(ours) * len(names), on)
-    lesson = Lesson.of(net, on.device)
+    require_memory((1 + len(ours) * len(names)) * _bytes_of(net), on.device)
+    lesson = net.lesson(on.device)
     assert_parity(net, lesson, ours, names)
     # All step the same parameters with the same optimizer, so only the scaler differs.
     parameters = list(lesson.module.parameters())
@@ -56,43 +56,37 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     sides = [(kind, WITHOUT), (kind, "torch"), *((each, name) for name in names for each in ours)]
     loops = [Loop(net, each, name, lesson, parameters, optimizer) for each, name in sides]
     replaces = {each.call(net): kind.call(net) for each in ours if each.by_scaler}
-    measured = _time(
-        "training", net, loops, on.lasting(CLIP_LONGER if kind.clip else 1.0), replaces
-    )
+    on = on.lasting(CLIP_LONGER if kind.clip else 1.0)
+    rows = _time("training", net, loops, on, replaces)
     _assert_no_skip(net, loops)
-    return Measured(net.sized(measured.rows), notes + measured.notes)
+    return Measured(net.sized(rows), notes)
 
 
 def measure_watched(net: Net, on: Setting) -> Measured:
     """Times steps of a net without a scaler, and those of a copy that is watched."""
-    _require_memory(net, 2, on)
-    lesson, watched = (Lesson.of(net, on.device) for _ in range(2))
+    require_memory(2 * _bytes_of(net), on.device)
+    lesson, watched = (net.lesson(on.device) for _ in range(2))
     assert_found(net, lesson)
     loops = [Loop(net, Kind(), WITHOUT, lesson)]
     loops.append(Loop(net, Kind(feature="find_nonfinite"), WITHOUT, watched))
     loops[1].key = loops[1].key[0], backends.default_for(on.device)
     with find_nonfinite(watched.module) as finder:
-        measured = _time("watched", net, loops, on)
+        rows = _time("watched", net, loops, on)
         if (found := finder.report()) is not None:
             raise AssertionError(f"{net.name}: {found}")
-    return measured
+    return Measured(rows)
 
 
-def _require_memory(net: Net, copies: int, on: Setting) -> None:
-    size = copies * BYTES_PER_ELEMENT * net.case().elements + net.step_bytes
-    require_memory(size, on.device)
+def _bytes_of(net: Net) -> int:
+    """Parameter, gradient and two optimizer states, in float32."""
+    return 16 * net.case().elements
 
 
 def _time(
-    subject: str,
-    net: Net,
-    loops: Sequence[Loop],
-    on: Setting,
-    replaces: dict[str, str] | None = None,
-) -> Measured:
+    subject: str, net: Net, loops: Sequence[Loop], on: Setting, replaces: Any = None
+) -> list[Row]:
     """Times steps relative to those of the first loop."""
-    # Longer than a queue, so none can be queued behind another.
-    contenders = [Contender(*loop.key, loop.step, waits=True) for loop in loops]
+    contenders = [Contender(*loop.key, loop.step) for loop in loops]
     over = Subject(subject, net.case(), loops[0].lesson.dtype, replaces=replaces or {})
     over = replace(over, without=lambda key: loops[0].key)
     return over.time(contenders, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)
