@@ -16,10 +16,12 @@ from benchmarks import machine, model, pages
 from benchmarks.cases import CASES, GradCase, make_gradients
 from benchmarks.results import Results, Row, Spread
 
+SIDES = {"torch": "torch", "cuda": "ampfast, cuda", "triton": "ampfast, triton"}
+
 
 def test_the_page_has_the_table_of_the_code_and_of_the_committed_results():
     _, block, _ = pages.split(machine.REPOSITORY / model.PAGE)
-    expected = model.block(model.committed(machine.REPOSITORY))
+    expected = model.block(pages.committed(machine.REPOSITORY))
     assert block.strip() == expected, "renew it: python -m benchmarks model --write ."
 
 
@@ -54,18 +56,18 @@ def test_launches_of_torchs_op(shapes, launches):
     assert found == launches
 
 
-def _results(gpu, date, ms, side="ampfast, cuda"):
-    row = Row("decisive", "1000x1k, cold", "float32", "check", side, ms=Spread(ms, ms, ms))
-    about = {"gpu": gpu} if gpu else {"cpu": "a"}
-    return Results(about, "2.11.0", "3.6.0", "0.1", "abc", date, rows=[row])
-
-
 def test_measurements_are_of_the_newest_run_on_a_gpu_and_the_faster_backend(monkeypatch):
-    monkeypatch.setattr(model, "MODELLED", [("1000x1k", torch.float32)])
-    old, new = _results("H1", "2026-01-01", 0.001), _results("H2", "2026-02-01", 0.004)
-    new.rows += _results("H2", "", 0.003, "ampfast, triton").rows
-    new.rows += _results("H2", "", 0.001, "torch").rows
-    on_cpu = _results(None, "2026-03-01", 0.001)
+    monkeypatch.setattr(model, "LISTS", [("1000x1k", torch.float32)])
+
+    def results(gpu, date, **ms):
+        name = ("decisive", "1000x1k, cold", "float32", "check")
+        rows = [Row(*name, SIDES[side], ms=Spread(x, x, x)) for side, x in ms.items()]
+        machine = {"gpu": gpu} if gpu else {"cpu": "a"}
+        return Results(machine, "2.11.0", "3.6.0", "0.1", "abc", date, rows=rows)
+
+    old = results("H1", "2026-01-01", cuda=0.001)
+    new = results("H2", "2026-02-01", cuda=0.004, triton=0.003, torch=0.001)
+    on_cpu = results(None, "2026-03-01", cuda=0.001)
     block = model.block([new, on_cpu, old])
     assert block.count(" 3 us, triton |") == 1 and block.count("| not measured |") == 1
     assert "Measured on H2 " in block and block.endswith("commit abc, 2026-02-01.")
@@ -74,7 +76,7 @@ def test_measurements_are_of_the_newest_run_on_a_gpu_and_the_faster_backend(monk
 
 
 def test_the_command_prints_or_writes_the_table(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(model, "MODELLED", [("1000x1k", torch.float32)])
+    monkeypatch.setattr(model, "LISTS", [("1000x1k", torch.float32)])
     assert command.main(["model"]) == 0
     printed = capsys.readouterr().out
     assert f"| {CASES['1000x1k'].list_bytes(torch.float32) / 1e6:.1f} MB |" in printed
