@@ -24,8 +24,6 @@ class Launcher(ReferenceLauncher):
         self.wrong = wrong
 
     def multi_tensor(self, work, table, segment, is_last) -> None:
-        if self.wrong == "writes nothing" and work.write:
-            return
         if self.wrong == "value" and work.write:
             work = work._replace(factor=torch.nextafter(work.factor, 2 * work.factor))
         super().multi_tensor(work, table, segment, is_last)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from simulated import AS_ON_GPU, BRIEF, ON_CPU
+from simulated import BRIEF
 
 from ampfast import backends
 from benchmarks import __main__ as command
@@ -51,12 +48,10 @@ def _read(folder):
     ("middle", "kept", "complete", "exit_code"),
     [
         ("second", ["first", "second", "third"], True, 0),
-        (KeyboardInterrupt(), ["first"], False, 130),
         (lambda: signal.raise_signal(signal.SIGTERM), ["first"], False, 130),
         (AssertionError("not torch's [bits]"), ["first", "third"], False, 1),
         (lambda: Measured(notes=["FAILED cuda: wrong"]), ["first", "third"], False, 1),
         (MemoryError("too large"), ["first", "third"], False, 0),
-        (torch.OutOfMemoryError("CUDA out of memory"), ["first", "third"], False, 0),
         (lambda: torch.empty(1 << 60, dtype=torch.uint8), ["first", "third"], False, 0),
     ],
 )
@@ -103,37 +98,18 @@ def test_no_job_is_started_when_the_time_is_up(runs, monkeypatch, tmp_path):
     assert (results.notes, results.seconds) == (["a note", told], 120.0)
 
 
-def test_a_run_without_matplotlib_keeps_its_results(runs, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert runs("first") == 0
-    assert capsys.readouterr().out.count("pip install matplotlib") == 1
-    assert _read(tmp_path).complete and not (tmp_path / pages.REPORT).exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--only", "host,gpu"], "'gpu' is not among loops, host, aten, clip, training, "),
-        (["--limit", "soon"], "invalid float value: 'soon'"),
         (["--folder", __file__], "File exists"),
-        ([], "AMPFAST_BACKEND"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_measured(
-    monkeypatch, capsys, arguments, told
-):
-    if not arguments:
-        monkeypatch.setenv("AMPFAST_BACKEND", "fastest")
+def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, arguments, told):
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def test_loops_come_first_and_all_subjects_have_jobs():
-    assert next(iter(command.SUBJECTS)) == "loops"
-    for on, none in ((ON_CPU, {"decisive"}), (AS_ON_GPU, {"loops", "masters"})):
-        assert {name for name, jobs in command.SUBJECTS.items() if not jobs(on)} == none
 
 
 def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
@@ -147,51 +123,20 @@ def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
     results = _read(tmp_path)
     assert results.complete and results.asked["quick"]
     assert ",".join({row.subject: None for row in results.rows}) == some
-    cases = {row.case for row in results.rows if row.subject == "aten"}
-    assert cases == {"10x4", "62x4", "1000x4"}
     drawn = {path.name for path in (tmp_path / pages.PLOTS).glob("*.svg")}
     assert drawn == {"throughput.svg", "clip.svg"}
 
 
-def test_a_rehearsal_of_what_decides_writes_every_job_at_once(monkeypatch, tmp_path):
+def test_a_rehearsal_of_what_decides_writes_every_subject(monkeypatch, tmp_path):
     # So that what a rehearsal puts there goes with the test.
     monkeypatch.setattr(backends.Choice, "kernels_for", backends.Choice.kernels_for)
-    file, seen, write = tmp_path / "out" / "decisive.json", [], Results.write
-
-    def written(self, path):
-        write(self, path)
-        seen.append(len(Results.read(path).rows))
-
-    monkeypatch.setattr(Results, "write", written)
     monkeypatch.setenv("AMPFAST_COMMIT", "abc")
+    file = tmp_path / "out" / "decisive.json"
     assert command.main(["--only", "decisive", "--rehearse", "--json", str(file)]) == 0
-    jobs = command.SUBJECTS["decisive"](AS_ON_GPU)
-    assert len(seen) == len(jobs) + 1 and seen == sorted(seen) and seen[0] > 0
     results = Results.read(file)
     assert {row.subject for row in results.rows} == {"decisive", "host", "training"}
-    assert ({row.side for row in results.rows} >= {"torch", "ampfast"}, results.commit) == (
-        *(True, "abc"),
-    )
+    assert {row.side for row in results.rows} >= {"torch", "ampfast"} and results.commit == "abc"
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_terminated_run_writes_its_results(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "--only", "host", "--folder", str(tmp_path)],
-        cwd=machine.REPOSITORY,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 600
-    while not (tmp_path / command.JSON).exists() and process.poll() is None:
-        time.sleep(0.1)
-        assert time.monotonic() < deadline
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == command.INTERRUPTED, errors
-    assert _read(tmp_path).rows and not _read(tmp_path).complete
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
-from simulated import AS_ON_GPU, CPU, ON_CPU, SMALL, launch_by
+from simulated import AS_ON_GPU, ON_CPU, SMALL, launch_by
 
 from ampfast.backends import BackendReport
 from benchmarks import kernels, machine, providers, timing
-from benchmarks.cases import CASES, make_gradients
+from benchmarks.cases import CASES
 from benchmarks.providers import COPY, HALF_COPY, NORM, PATHS
-from benchmarks.timing import FULL, HostQueue, Setting
 
 TORCH_OP = torch._amp_foreach_non_finite_check_and_unscale_
 SIZE = SMALL.list_bytes(torch.float32)
@@ -56,8 +55,6 @@ def test_each_path_is_timed_beside_torchs_and_a_copy_on_a_cpu(dtype):
             assert (row.timer, row.host_us) == ("wall", None)
             assert (row.vs_torch is None) is (row.side == "torch")
         assert rows[9].percent_of_copy == pytest.approx(100)
-    for gradient in make_gradients(SMALL, dtype, CPU):
-        assert torch.equal(gradient * 0.5 * 2.0, gradient), "else values drift"
 
 
 @pytest.mark.parametrize("takes", [True, False], ids=["torch's op", "no op"])
@@ -74,10 +71,6 @@ def test_launches_are_timed_beside_torch_where_it_has_the_dtype(monkeypatch, tak
     assert rows[NORM, "torch"].ms and rows[NORM, "ampfast"].vs_torch
 
 
-def does_nothing(gradients, found_inf, inv_scale):
-    pass
-
-
 def one_ulp_off(gradients, found_inf, inv_scale):
     TORCH_OP(gradients, found_inf, torch.nextafter(inv_scale, inv_scale + 1))
 
@@ -86,21 +79,17 @@ def never_finds(gradients, found_inf, inv_scale):
     torch._foreach_mul_(gradients, inv_scale)
 
 
-def check_that_writes(gradients, found_inf):
+def writes(gradients, found_inf):
     TORCH_OP(gradients, found_inf, torch.tensor(0.5))
-
-
-def no_update(scale, *more):
-    pass
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "told"),
     [
-        *(("unscale_", each, "unscale by") for each in (does_nothing, one_ulp_off)),
+        ("unscale_", one_ulp_off, "unscale by"),
         ("unscale_", never_finds, "flag of unscale by"),
-        ("check_", check_that_writes, "check by"),
-        ("update_scale_", no_update, r"scale and tracker of unscale\+update by"),
+        ("check_", writes, "check by"),
+        ("update_scale_", lambda *given: None, r"scale and tracker of unscale\+update by"),
     ],
 )
 def test_a_wrong_function_is_not_timed(monkeypatch, name, wrong, told):
@@ -113,31 +102,19 @@ def test_a_wrong_function_is_not_timed(monkeypatch, name, wrong, told):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("value", "unscale by cpu, small {}, all finite, tensor 0: "),
-        ("writes nothing", "unscale by cpu, small {}, all finite, tensor 0"),
-        ("finds", "flag of check by cpu, small {}, all finite, tensor 0: 1.0, not 0.0"),
-        ("finds nothing", "flag of check by cpu, small {}, not all finite, tensor 0: 0.0, not 1.0"),
+        ("value", "unscale by cpu, small float32, all finite, tensor 0: "),
+        ("finds", "flag of check by cpu, small float32, all finite, tensor 0: 1.0, not 0.0"),
+        ("finds nothing", "flag of check by cpu, small float32, not all finite, tensor 0: 0.0"),
         ("norm", "the norm is "),
         ("no update", "scale and tracker of unscale+update by cpu"),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_wrong_launches_are_not_timed(monkeypatch, wrong, told, dtype):
+def test_wrong_launches_are_not_timed(monkeypatch, wrong, told):
     launch_by(monkeypatch, lambda name: wrong)
     monkeypatch.setattr(timing, "interleave", lambda *arguments: pytest.fail("was timed"))
-    if (wrong, dtype) == ("value", "float16"):
-        pytest.skip("rounded away")
     with pytest.raises(AssertionError) as failed:
-        kernels.measure(SMALL, getattr(torch, dtype), AS_ON_GPU, (*PATHS, NORM))
-    assert str(failed.value).startswith(f"FAILED cpu, small {dtype}: {told.format(dtype)}")
-
-
-def test_of_two_backends_a_wrong_one_is_left_out_with_a_note(monkeypatch):
-    monkeypatch.setattr(providers, "available", lambda device: (["cpu", "aten"], []))
-    launch_by(monkeypatch, lambda name: "value" if name == "cpu" else "")
-    measured = kernels.measure(SMALL, torch.float32, AS_ON_GPU)
-    assert {row.side for row in measured.rows} == {"torch", "ampfast, aten"}
-    assert [note[:11] for note in measured.notes] == ["FAILED cpu,"]
+        kernels.measure(SMALL, torch.float32, AS_ON_GPU, (*PATHS, NORM))
+    assert str(failed.value).startswith(f"FAILED cpu, small float32: {told}")
 
 
 def test_gradients_that_drift_are_not_reported(monkeypatch):
@@ -148,7 +125,6 @@ def test_gradients_that_drift_are_not_reported(monkeypatch):
     monkeypatch.setattr(providers.functional, "unscale_", halves_when_timed)
     with pytest.raises(AssertionError, match="drifted"):
         kernels.measure(SMALL, torch.float32, ON_CPU)
-    kernels.assert_steady([make_gradients(SMALL, torch.float16, CPU)], "", torch.zeros(()))
     for value, flag in ((1.0, 1.0), (0.25, 0.0), (4.0, 0.0), (math.nan, 0.0)):
         with pytest.raises(AssertionError, match="drifted"):
             kernels.assert_steady([[torch.tensor(value)]], "", torch.tensor(flag))
@@ -156,7 +132,6 @@ def test_gradients_that_drift_are_not_reported(monkeypatch):
 
 @pytest.mark.parametrize(("on", "calls", "lists"), [(ON_CPU, 1, 4), (AS_ON_GPU, 2, 2)])
 def test_lists_take_turns_beyond_the_cache_and_must_fit(monkeypatch, on, calls, lists):
-    assert 3 * SIZE < 2 << 13
     assert kernels.lists_in_turn(SMALL, torch.float32, on) == lists
     assert kernels.lists_in_turn(SMALL, torch.float32, on, whole_calls=True) == calls
     seen = []
@@ -166,31 +141,11 @@ def test_lists_take_turns_beyond_the_cache_and_must_fit(monkeypatch, on, calls, 
     monkeypatch.setattr(machine, "left_to_group", lambda: 4 * lists * SIZE - 1)
     with pytest.raises(MemoryError, match="needs 0 MiB, 0 MiB are available"):
         kernels.measure(SMALL, torch.float32, on)
-    gpu, cpu = (kernels.chosen(Setting(torch.device("cuda"), FULL, q)) for q in (HostQueue(), None))
-    assert (len(gpu), len(cpu)) == (21, 15)
-
-
-@pytest.mark.parametrize(
-    ("files", "left"),
-    [
-        ({}, None),
-        ({"memory.max": "max\n", "memory.current": "10\n", "memory.stat": "anon 1\n"}, None),
-        ({"memory.max": "9", "memory.current": "7", "memory.stat": "a 5\ninactive_file 2"}, 4),
-    ],
-)
-def test_the_limit_of_a_container_counts_as_memory(tmp_path, files, left):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert machine.left_to_group(tmp_path) == left
 
 
 def test_backends_that_cannot_run_or_are_named_are_left_out_with_their_reason(monkeypatch):
-    reports = [
-        BackendReport("triton", True, "", ("cuda",)),
-        BackendReport("cuda", False, "built without it", ("cuda",)),
-        BackendReport("aten", True, "", ("cuda",)),
-        BackendReport("cpu", True, "", ("cpu",)),
-    ]
+    names = {"triton": "", "cuda": "built without it", "aten": ""}
+    reports = [BackendReport(name, not why, why, ("cuda",)) for name, why in names.items()]
     monkeypatch.setattr(providers.backends, "report", lambda: reports)
     monkeypatch.setenv(providers.WITHOUT, "aten")
     reasons = ["cuda: not measured, built without it"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from simulated import AS_ON_GPU, CPU, ON_CPU, SMALL
 import ampfast
 from ampfast import distributed
 from ampfast.find_nonfinite import NonFiniteFinder
-from benchmarks import kernels, loops, machine, master_weights, nets, steps, timing, training
+from benchmarks import kernels, loops, master_weights, nets, steps, timing, training
 from benchmarks.cases import CASES
 from benchmarks.loops import FEATURES, GROUP, SCHEDULED, WITHOUT_SCHEDULE, Kind, Loop
 from benchmarks.master_weights import CLIPPED_MASTERS, MASTERS
@@ -48,10 +46,6 @@ MEASURED = {
     ),
     "growth": (lambda on: Curve("tensors", 0).measure(20, on), 2 * ["by tensors"]),
     "clip": (lambda on: steps.measure_clipping(SMALL, F32, on), 2 * [CLIP] + [DEFERRED_CLIP]),
-    "clip, 16 bit": (
-        lambda on: steps.measure_clipping(SMALL, BF16, on),
-        2 * [CLIP] + [DEFERRED_CLIP],
-    ),
 }
 
 
@@ -76,12 +70,6 @@ def test_calls_are_timed_beside_those_that_they_replace(what, on):
     assert {row.case for row in rows} == {f"{name}, cold" if is_cold else name}
     if what == "clip":
         assert [row.bytes // SMALL.list_bytes(F32) for row in rows] == [3, 3, 1]
-
-
-def test_torch_refuses_float16_gradients():
-    measured = steps.measure_clipping(SMALL, F16, ON_CPU)
-    assert (measured.rows, len(measured.notes)) == ([], 1)
-    assert "float16 gradients are unscaled by fused" in steps.measure(SMALL, F16, ON_CPU).notes[0]
 
 
 def infinite_to_1(plain, self, optimizer):
@@ -167,15 +155,6 @@ def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, what, name, spoil, tol
         COMPARED[what][0](ON_CPU)
 
 
-@pytest.mark.parametrize("measure", [steps.measure, steps.measure_clipping, kernels.measure])
-def test_lists_that_do_not_fit_are_refused_before_they_are_made(monkeypatch, measure):
-    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
-    for module in (kernels, steps):
-        monkeypatch.setattr(module, "make_gradients", lambda *arguments: pytest.fail("was made"))
-    with pytest.raises(MemoryError, match="1 MiB are available"):
-        measure(CASES["one_64m"], F32, ON_CPU)
-
-
 # A line from 100 on; with absolute distances the last two points alone decide.
 LINE = {10: 1e9, **{size: 5_000 + 40 * size for size in (100, 1_000, 10_000)}}
 BENT = {1: 1.0, 1_000: 1e3, 1_000_000: 1e6, 2_000_000: 3e6}
@@ -194,14 +173,6 @@ def test_slopes_are_of_relative_distances_where_the_line_is_one(linear_from, ns,
     assert ours.case == f"{linear_from:,} to {max(ns):,} tensors"
     curve.points = {"ampfast": {linear_from: 1.0}}
     assert curve.slope().notes == ["growth: too few tensors for a slope of ampfast"]
-
-
-@pytest.mark.parametrize("call", [MASTERS, CLIPPED_MASTERS])
-def test_master_weights_are_timed_beside_both_ways_by_hand(call):
-    rows = master_weights.measure(SMALL, call, ON_CPU).rows
-    assert [row.side for row in rows] == ["torch", "a loop", "ampfast"]
-    assert {row.name[:4] for row in rows} == {("masters", "small", "float16", call)}
-    assert [row.vs_torch is not None for row in rows] == [False, False, True]
 
 
 @pytest.mark.parametrize("call", KINDS)
@@ -250,24 +221,6 @@ def test_a_step_takes_the_scalers_time_and_nothing_else(monkeypatch, kind):
     assert [loop.step(bad=bad) for bad in (False, False, True)] == pytest.approx(3 * [213e-9])
 
 
-@pytest.mark.parametrize("fault", ["skip", "gradient", "scale"])
-def test_loops_that_go_wrong_are_not_reported(monkeypatch, fault):
-    plain, told = Loop.step, {"skip": "a step was skipped", "gradient": "after it was timed"}
-
-    def step(self, number=0, bad=False):
-        if fault == "gradient" and self.provider == OURS:
-            self.parameters[0].data[0] += 1
-        return plain(self, number, bad=fault == "skip" and self.scaler.get_scale() == loops.SCALE)
-
-    monkeypatch.setattr(Loop, "step", step)
-    if fault == "scale":
-        monkeypatch.setattr(loops, "SCALE", 3 * 2.0**14)
-    skips = iter(range(9))
-    monkeypatch.setattr(Loop, "skips", lambda self: next(skips) if fault == "skip" else 0)
-    with pytest.raises(AssertionError, match=told.get(fault, r"scale 49152\.0 is no power of two")):
-        loops.measure(NET, Kind(), ON_CPU)
-
-
 @pytest.mark.parametrize("on", [ON_CPU, AS_ON_GPU], ids=["on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -289,55 +242,6 @@ def test_whole_steps_are_timed_with_each_scaler_and_none(monkeypatch, fused, cli
     assert [row.over_none for row in rows] == [None, 1.5, 1.25, 2.25][: len(sides)]
     assert [row.vs_torch for row in rows] == [None, None, 1.2, 1.5 / 2.25][: len(sides)]
     assert {(row.subject, row.dtype, row.tensors) for row in rows} == {("training", "bfloat16", 4)}
-
-
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_all_sides_take_the_step_that_one_would_write(fused, clip):
-    lesson = NET.lesson(CPU)
-    optimizer = torch.optim.AdamW(lesson.module.parameters(), lr=1e-4, fused=fused)
-    for _ in range(3):
-        optimizer.zero_grad()
-        lesson.loss().backward()
-        if clip:
-            norm = torch.nn.utils.clip_grad_norm_(lesson.module.parameters(), loops.MAX_NORM)
-            assert norm > loops.MAX_NORM, "else the clip has nothing to do"
-        optimizer.step()
-    for provider in ("none", "torch", OURS):
-        for by_scaler in (False, True)[: 1 + (clip and provider == OURS)]:
-            loop = Loop(NET, Kind(fused, clip, by_scaler), provider, NET.lesson(CPU))
-            for _ in range(3):
-                loop.step()
-            # A power of two as the scale changes no bit; the more exact norm does.
-            close = 1e-5 if by_scaler else 0
-            for parameter, want in zip(loop.parameters, lesson.module.parameters(), strict=True):
-                torch.testing.assert_close(parameter, want, rtol=close, atol=close)
-
-
-@pytest.mark.parametrize("fault", ["a step was skipped", "parameters overflowed"])
-@pytest.mark.parametrize("what", ["training", "masters"])
-def test_steps_that_go_wrong_while_timed_are_not_reported(monkeypatch, what, fault):
-    module, plain = {"training": timing, "masters": master_weights}[what], timing.interleave
-    plain_step = master_weights.Side.timed_step
-
-    def interleave(contenders, *arguments, **options):
-        samples = plain(contenders, *arguments, **options)
-        if what == "masters":
-            monkeypatch.setattr(master_weights.Side, "timed_step", spoil)
-            arguments[-1](contenders[0], range(1))
-        elif fault.startswith("a step"):
-            contenders[-1].call.__self__.scaler._scale.mul_(0.5)
-        else:
-            contenders[-1].call.__self__.parameters[1].data.fill_(math.nan)
-        return samples
-
-    def spoil(side, gradients):
-        bad = [gradients[0].clone().fill_(math.inf), *gradients[1:]]
-        return plain_step(side, bad)
-
-    monkeypatch.setattr(module, "interleave", interleave)
-    with pytest.raises(AssertionError, match="skipped while" if what == "masters" else fault):
-        COMPARED[what][0](ON_CPU)
 
 
 @pytest.mark.parametrize("on", [ON_CPU, AS_ON_GPU], ids=["on a CPU", "as on a GPU"])
@@ -362,22 +266,3 @@ def test_nets_for_a_gpu_have_the_published_shapes_and_those_for_a_cpu_as_many():
         assert "width" in of_cpu.name or of_gpu.name == of_cpu.name
     counts = [(len(net.case().shapes), len(kinds)) for net, kinds in loops.LOOPS]
     assert counts == [(10, 9), (62, 9), (148, 4), (1000, 2), (6, 2)]
-
-
-@pytest.mark.parametrize("net", [*nets.nets(CPU), nets.conv_net()], ids=lambda net: net.name)
-def test_a_net_takes_every_parameter_to_its_loss_and_is_the_same_each_time(net):
-    lesson = net.lesson(CPU)
-    torch.manual_seed(1)
-    again, parameters = net.lesson(CPU), list(lesson.module.parameters())
-    same = [*again.module.parameters(), *again.inputs]
-    assert all(map(torch.equal, [*parameters, *lesson.inputs], same))
-    lesson.module(*lesson.inputs).backward()
-    assert all(bool(p.grad.isfinite().all() and p.grad.any()) for p in parameters)
-
-
-def test_a_net_that_does_not_fit_is_not_built(monkeypatch):
-    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
-    monkeypatch.setattr(nets.Net, "lesson", lambda *arguments: pytest.fail("was built"))
-    for job in (*training.jobs(ON_CPU)[:1], *training.watched_jobs(ON_CPU)[:1]):
-        with pytest.raises(MemoryError, match="are available"):
-            job.run()
