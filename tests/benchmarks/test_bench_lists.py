@@ -10,7 +10,6 @@ from simulated import AS_ON_GPU, ON_CPU, SMALL, launch_by
 
 from ampfast.backends import BackendReport
 from benchmarks import kernels, machine, providers, timing
-from benchmarks.cases import CASES
 from benchmarks.providers import COPY, HALF_COPY, NORM, PATHS
 
 TORCH_OP = torch._amp_foreach_non_finite_check_and_unscale_
@@ -21,22 +20,6 @@ SIZE = SMALL.list_bytes(torch.float32)
 def small_cache(monkeypatch):
     """Shrinks the cache, so that few lists overflow it."""
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 13)
-
-
-# Numbers of parameters and tensors from the models' papers and implementations.
-@pytest.mark.parametrize(
-    ("name", "elements", "tensors"),
-    [
-        *[("10x1k", 10_240, 10), ("1000x1k", 1_024_000, 1000), ("10000x256", 2_560_000, 10000)],
-        *[("one_64m", 1 << 26, 1), ("resnet50", 25_557_032, 161), ("bert_base", 109_482_240, 199)],
-        *[("bert_large", 335_141_888, 391), ("gpt2_124m", 124_439_808, 148)],
-        *[("gpt2_xl", 1_557_611_200, 580), ("llama_7b", 6_738_415_616, 291)],
-    ],
-)
-def test_the_lists_have_the_sizes_of_their_models(name, elements, tensors):
-    case = CASES[name]
-    assert (case.elements, len(case.shapes)) == (elements, tensors)
-    assert case.list_bytes(torch.bfloat16) == 2 * elements
 
 
 @pytest.mark.parametrize("dtype", [*kernels.DTYPES, torch.float64], ids=str)

@@ -1,12 +1,9 @@
-"""Driver of the proof on a GPU, with parts that pass, fail, hang and time out."""
+"""Driver of the proof on a GPU, with parts that pass, fail, hang and time out; its fuzz."""
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,8 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.processes import is_alive
 
+from ampfast.backends import cpu
 from benchmarks import providers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,11 +92,6 @@ def test_a_part_and_the_next_one(runner: ModuleType, tmp_path: Path, verdict: st
     assert (tmp_path / "logs" / "last-0.log").read_text() == "end\n"
 
 
-def test_what_is_unavailable_hides_no_failure(runner: ModuleType, tmp_path: Path) -> None:
-    part = runner.Part("both", [["no-such-command"], python("exit(1)")], 300)
-    assert run(runner, tmp_path, part)[0] == 1 and part.verdict == "failed"
-
-
 WAITS_FOR_THE_OTHER = """
 import pathlib, sys, time
 mine, other = map(pathlib.Path, sys.argv[1:])
@@ -135,19 +129,6 @@ print("child", child.pid, flush=True)"""
     assert not is_alive(child)
 
 
-def test_a_terminated_command_may_write_its_results(runner: ModuleType, tmp_path: Path) -> None:
-    first = """
-import signal
-def end(*_):
-    print("kept", flush=True)
-    raise SystemExit(0)
-signal.signal(signal.SIGTERM, end)"""
-    runner.GRACE_SECONDS = 300
-    part = runner.Part("slow", [hanging(runner, tmp_path / "sign", 400, first)], 300)
-    run(runner, tmp_path, part)
-    assert part.verdict == "cut off" and part.lines[0].endswith("kept")
-
-
 def test_the_whole_run_has_a_limit(runner: ModuleType, tmp_path: Path) -> None:
     hangs = hanging(runner, tmp_path / "sign", 4000)
     parts = [runner.Part(name, [hangs], 9000) for name in "abc"]
@@ -159,50 +140,6 @@ def test_a_command_knows_the_seconds_that_are_left(runner: ModuleType, tmp_path:
     part = runner.Part("asks", [python("import sys; print(sys.argv[1])", runner.LEFT)], 900)
     assert run(runner, tmp_path, part, seconds=400)[0] == 0
     assert 200 < int(part.lines[0]) <= 400 - runner.MARGIN_SECONDS
-
-
-def test_nothing_runs_behind_a_build_that_fails(runner: ModuleType, tmp_path: Path) -> None:
-    build = runner.Part("build", [python("print('make: ***'); exit(2)")], 300, vital=True)
-    tests = runner.Part("tests", [python("pass")], 300)
-    code, text = run(runner, tmp_path, build, tests)
-    assert (code, build.verdict, tests.verdict) == (1, "failed", "not run")
-    assert "    make: ***\n" in text
-
-
-def test_output_is_shown_where_asked_for(
-    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, shown in (("shown", True), ("hidden", False)):
-        run(runner, tmp_path, runner.Part(name, [python(f"print('of {name}')")], 300, shown=shown))
-    assert "of shown" in (said := capsys.readouterr().out) and "of hidden" not in said
-
-
-def test_being_stopped_leaves_a_verdict(tmp_path: Path) -> None:
-    script = tmp_path / "stopped.py"
-    script.write_text(f"""
-import runpy, sys
-sys.path.insert(0, {str(FOLDER)!r})
-from pathlib import Path
-import runner
-driver = runpy.run_path({str(FOLDER / "__main__.py")!r})
-slow = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
-made = [runner.Part(name, [slow], 300) for name in ("build", "gpu")]
-variables = driver["main"].__globals__
-variables.update(LOGS=Path({str(tmp_path / "logs")!r}), facts=lambda: ("a card", "2.11.0"))
-variables.update(parts=lambda *_: made)
-sys.exit(driver["main"](["--out", {str(tmp_path / "out")!r}, "--commit", "abc"]))
-""")
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
-    log, begin = tmp_path / "logs" / "build-0.log", time.monotonic()
-    while not (log.exists() and "begun" in log.read_text()):
-        assert time.monotonic() - begin < 300 and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 1
-    text = (tmp_path / "out" / "verdict.txt").read_text()
-    assert text.startswith("commit abc, GPU a card, torch 2.11.0\nbuild      cut off ")
-    assert "gpu        not run" in text and said.endswith(text.partition("\n")[2] + "\n")
 
 
 @pytest.mark.slow
@@ -218,12 +155,6 @@ def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "verdict.txt").read_text()
     verdicts = [line.split()[1] for line in text.splitlines()[1:] if not line.startswith(" ")]
     assert verdicts == ["ok"] * 9
-
-
-def test_results_are_named_after_card_torch_and_day(driver: ModuleType) -> None:
-    day = datetime.date(2026, 1, 31)
-    name = driver.results_name("NVIDIA H100 80GB HBM3", "2.11.0+cu130", day)
-    assert name == "h100-80gb-hbm3-torch2.11.0-2026-01-31.json"
 
 
 def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
@@ -256,53 +187,30 @@ def test_a_backend_with_wrong_results_is_not_measured(driver: ModuleType, tmp_pa
     assert driver.WITHOUT == providers.WITHOUT
 
 
-def test_it_builds_with_its_interpreter(
-    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
-    # As from `make -k gpu VENV=.venv`, whose settings must not be inherited.
-    monkeypatch.setenv("MAKEFLAGS", "k -- VENV=.venv PYTHON=no-such-python")
-    build = driver.parts(tmp_path / "a.json", tmp_path / "b.json")[0]
-    said = subprocess.run(
-        [*build.commands[0], "--dry-run"],
-        cwd=ROOT,
-        env={**os.environ, **build.environment},
-        capture_output=True,
-        text=True,
-    )
-    assert said.returncode == 0, said.stderr
-    assert f"{sys.executable} setup.py" in said.stdout
-    assert ".venv/" not in said.stdout.replace(sys.executable, "")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    build = driver.parts(tmp_path / "a.json", tmp_path)[0]
-    assert build.commands[0][-4:] == [sys.executable, "setup.py", "build_ext", "--inplace"]
+@pytest.mark.parametrize("kind", ["normal", "wide", "bits"])
+def test_batches_find_wrong_kernels(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The GPU tests' fuzz passes with the CPU's kernels and fails with wrong ones."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import batches
 
+    device = torch.device("cpu")
+    arguments: dict[str, Any] = {"kind": kind, "is_scale": False, "seed": 3, "factor": 1 / 3}
+    for seed in range(10):
+        arguments["seed"] = seed
+        batches.run_batch(cpu, batches.random_batch(seed, 20), device, **arguments)
 
-def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        driver.main(["--parts", "gpu,fast"])
-    assert refused.value.code == 2
-    assert "fast: not among build, compile, smoke, decisive, gpu" in capsys.readouterr().err
+    class Wrong:
+        def __init__(self, name: str) -> None:
+            self.name = name
 
+        def run(self, grads: Any, work: Any) -> torch.Tensor:
+            if self.name == "value" and work.write:
+                work = work._replace(factor=work.factor * (1 + 1e-6))
+            found = cpu.run(grads, work)
+            if self.name == "flag" and not work.write:
+                return 1 - found
+            return torch.zeros(()) if self.name == "found_inf" and work.write else found
 
-@pytest.mark.parametrize("by_make", [False, True])
-def test_missing_gpu_is_reported(tmp_path: Path, by_make: bool) -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MAKEFLAGS": ""}
-    command = [sys.executable, str(FOLDER), "--out", str(tmp_path / "out")]
-    if by_make:
-        if shutil.which("make") is None:
-            pytest.skip("needs make")
-        command = ["make", "gpu", "VENV=", f"PYTHON={sys.executable}", f"ARGS=--out {command[-1]}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=hidden)
-    assert done.returncode == (2 if by_make else 1)  # make's own exit code for any failure
-    assert "needs a GPU" in done.stderr and "building" not in done.stdout
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_interpreter_without_torch_is_reported(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "FACTS", "import no_such_torch")
-    with pytest.raises(SystemExit, match=r"GPU: ModuleNotFoundError: No module named 'no_such"):
-        driver.facts()
+    for name in ("flag", "value", "found_inf"):
+        with pytest.raises(AssertionError):
+            batches.run_batch(Wrong(name), batches.random_batch(5, 40), device, **arguments)
