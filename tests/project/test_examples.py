@@ -89,18 +89,6 @@ def test_fine_tuning_in_16_bit(
     assert fp16_masters == pytest.approx(fp32, rel=0.02, abs=2e-4)
 
 
-def test_policies_are_replayed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = example("policies")
-    module.main(["--steps", "10", "--device", "cpu"])
-    _, *rows = capsys.readouterr().out.splitlines()
-    names = [f"torch, interval {interval}" for interval in module.INTERVALS]
-    assert [row[:26].strip() for row in rows if "LogMax(" not in row] == names
-    assert rows[-1].startswith("LogMax()") and all(row[26:].split()[0] == "0" for row in rows)
-
-
 def test_bad_batches_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

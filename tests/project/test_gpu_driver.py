@@ -129,19 +129,6 @@ print("child", child.pid, flush=True)"""
     assert not is_alive(child)
 
 
-def test_the_whole_run_has_a_limit(runner: ModuleType, tmp_path: Path) -> None:
-    hangs = hanging(runner, tmp_path / "sign", 4000)
-    parts = [runner.Part(name, [hangs], 9000) for name in "abc"]
-    assert run(runner, tmp_path, *parts)[0] == 1
-    assert [part.verdict for part in parts] == ["cut off", "not run", "not run"]
-
-
-def test_a_command_knows_the_seconds_that_are_left(runner: ModuleType, tmp_path: Path) -> None:
-    part = runner.Part("asks", [python("import sys; print(sys.argv[1])", runner.LEFT)], 900)
-    assert run(runner, tmp_path, part, seconds=400)[0] == 0
-    assert 200 < int(part.lines[0]) <= 400 - runner.MARGIN_SECONDS
-
-
 @pytest.mark.slow
 @pytest.mark.sweep
 def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:

@@ -73,13 +73,6 @@ def starting(lines: list[str], start: str) -> str:
 
 
 @takes_seconds
-def test_hostile(make: Make) -> None:
-    code, lines = make("hostile", "ARGS=--parts threads --seconds 0.1")
-    assert starting(lines, "threads  ok ").endswith(" rounds of threads, 0 failed")
-    assert code == 0
-
-
-@takes_seconds
 def test_mutants(make: Make) -> None:
     code, lines = make(
         "mutants", "ARGS=ampfast/report.py --only __len__ --tests tests/test_report.py"
