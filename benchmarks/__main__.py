@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import math
 import signal
 import sys
@@ -26,11 +27,11 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "loops": loops.jobs,
     "host": steps.host_jobs,
     "aten": steps.aten_jobs,
-    "clip": lambda on: kernels.lists_jobs(on, steps.measure_clipping),
+    "clip": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "clip")),
     "training": training.jobs,
     "growth": steps.growth_jobs,
     "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
-    "steps": lambda on: kernels.lists_jobs(on, steps.measure),
+    "steps": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "steps")),
     "tracking": steps.tracking_jobs,
     "watched": training.watched_jobs,
     "masters": master_weights.jobs,
@@ -82,7 +83,8 @@ def _show(name: str, options: argparse.Namespace) -> None:
         page, committed = options.write / model.PAGE, pages.committed(options.write)
         pages.write_block(page, model.block(committed))
     elif name == "compare":
-        print(*tables.comparison(*map(Results.read, options.files), options.all), sep="\n")
+        first, second = map(Results.read, options.files)
+        print(*tables.comparison(first, second, options.all), sep="\n")
     elif name == "report":
         (file,) = options.files
         print(pages.write_report(Results.read(file), options.folder or file.parent))
@@ -201,7 +203,8 @@ def run(
             told = str(error) or type(error).__name__
             note(f"{'skipped' if lacks_memory else 'FAILED'} {name}: {told}")
         else:
-            print(*map(tables.line, measured.rows), sep="\n", flush=True)
+            for row in measured.rows:
+                print(tables.line(row), flush=True)
             results.rows += measured.rows
             for told in measured.notes:
                 note(told)

@@ -182,7 +182,6 @@ def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequen
     and backs off. Bits are compared, but for clips by the scaler, whose norm is more exact.
     """
     torchs = list(lesson.module.parameters())
-
     theirs = Loop(net, kinds[0], "torch", lesson, torchs)
     ours = [
         Loop(net, kind, name, lesson, [p.detach().clone().requires_grad_() for p in torchs])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +42,13 @@ def moved_bytes(path: str, list_bytes: int) -> int:
     """Bytes that a path must at least move for N elements of b bytes.
 
     A check reads the list, b*N, and can take the norm on the way. Unscaling also writes as much,
-    2*b*N, and can update the scale on the way; so does a copy. Clipping needs the norm first.
+    2*b*N, and can update the scale on the way; so does a copy.
     """
     passes = {CHECK: 1, HALF_COPY: 1, NORM: 1}
     return passes.get(path, 2) * list_bytes
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """Scalars beside the gradients; pairs are used in turn, so that values do not drift.
 
     Values are halved in one turn and doubled in the next: an inverse scale of 1 might skip the
@@ -58,17 +57,15 @@ class Scalars:
 
     found_inf: Tensor
     one: Tensor
-    inverses: tuple[Tensor, Tensor]
-    scales: tuple[Tensor, Tensor]
-    trackers: tuple[Tensor, Tensor]
+    inverses: list[Tensor]
+    scales: list[Tensor]
+    trackers: list[Tensor]
 
     @classmethod
     def make(cls, device: torch.device, inverse: float = 0.5) -> Scalars:
-        values = [torch.tensor(v, device=device) for v in (0.0, 1.0, inverse, 1 / inverse)]
-        found_inf, one, less, more = values
-        trackers = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(2)]
-        scales = (more.clone(), less.clone())
-        return cls(found_inf, one, (less, more), scales, (trackers[0], trackers[1]))
+        make, pair = functools.partial(torch.tensor, device=device), (inverse, 1 / inverse)
+        trackers = [make(0, dtype=torch.int32) for _ in pair]
+        return cls(make(0.0), make(1.0), [*map(make, pair)], [*map(make, pair[::-1])], trackers)
 
 
 class Calls(NamedTuple):
@@ -154,7 +151,8 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     Graphs capture these, since a whole call would include the upload of the table, which happens
     only when an address has changed.
     """
-    s, kernels = scalars, backends.choose(name).kernels_for(device)
+    s = scalars
+    kernels: Any = backends.choose(name).kernels_for(device)
     updates = [Update(*pair, [], *FACTORS) for pair in zip(s.scales, s.trackers, strict=True)]
     endings = [kernels.ending(update) for update in updates]
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)

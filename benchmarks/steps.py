@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,14 +34,18 @@ from .timing import Contender, Job, Measured, Setting, Subject, assert_same
 UNSCALE = "unscale_ + update"
 STEP, FUSED_STEP = "full step", "full step, fused"
 STEP_AND_UPDATE, FUSED_STEP_AND_UPDATE = "step_and_update", "step_and_update, fused"
-CLIP, DEFERRED_CLIP = "clip", "clip, in_place=False"
+CLIP, DEFERRED_CLIP = CLIPS = ("clip", "clip, in_place=False")
 # Calls without a counterpart in torch are compared with those that they replace.
 REPLACES = {STEP_AND_UPDATE: STEP, FUSED_STEP_AND_UPDATE: FUSED_STEP, DEFERRED_CLIP: CLIP}
 PATHS = (STEP, STEP_AND_UPDATE, FUSED_STEP, FUSED_STEP_AND_UPDATE)
 # With a record of each parameter's overflows, beside the same without.
 TRACKED = {f"{path}, overflow": path for path in (UNSCALE, FUSED_STEP)}
-# Multiples of a list's bytes: read for the norm, then read and written; or read once.
-CLIP_PASSES = {CLIP: 3, DEFERRED_CLIP: 1}
+# Calls of the subjects over real lists.
+OVER_LISTS = {
+    "steps": PATHS,
+    "clip": CLIPS,
+    "tracking": [path for pair in TRACKED.items() for path in reversed(pair)],
+}
 # Beyond every norm: gradients are multiplied, but do not drift.
 NO_LIMIT = 1e30
 # Relative.
@@ -73,7 +78,7 @@ class NoFusedOptimizer(NoOptimizer):
 
 def is_fused(path: str) -> bool:
     """Whether the optimizer unscales, or leaves it to the clipping by either side."""
-    return ", fused" in path or path in CLIP_PASSES
+    return ", fused" in path or path in CLIPS
 
 
 def small_job(
@@ -98,36 +103,19 @@ def aten_jobs(on: Setting) -> list[Job]:
     return [small_job("aten", count, paths, on, ["aten"]) for count in ATEN_PARAMETERS]
 
 
-def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times the scaler's part of a step."""
+def measure(name: str, case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
+    """Times the calls of a subject over a list."""
+    paths, notes = OVER_LISTS[name], []
     if dtype is torch.float16:
-        # torch refuses to unscale them, so there is no reference.
-        measured = time_calls(_over_lists("steps", case, dtype, on), PATHS[2:], on)
-        note = "full step: float16 gradients are unscaled by fused optimizers only"
-        return replace(measured, notes=[note, *measured.notes])
-    return time_calls(_over_lists("steps", case, dtype, on), PATHS, on)
-
-
-def measure_clipping(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times `clip_grad_norm_` against `unscale_` and torch's `clip_grad_norm_`."""
-    if dtype is torch.float16:
-        return Measured(notes=["clip: torch refuses to unscale float16 gradients"])
-    measured = time_calls(_over_lists("clip", case, dtype, on), tuple(CLIP_PASSES), on)
-    size = case.list_bytes(dtype)
-    rows = [replace(row, bytes=CLIP_PASSES[row.call] * size) for row in measured.rows]
-    return replace(measured, rows=rows)
-
-
-def measure_tracking(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times calls of ampfast's scaler with a record of each parameter's overflows and without."""
-    paths = [path for pair in TRACKED.items() for path in reversed(pair)]
-    if dtype is torch.float16:
-        paths = [path for path in paths if is_fused(path)]
-    subject = _over_lists("tracking", case, dtype, on)
-    subject = replace(subject, without=lambda key: (TRACKED.get(key[0], key[0]), key[1]))
+        # There is no reference.
+        paths = [path for path in paths if ", fused" in path]
+        notes = ["torch refuses to unscale float16 gradients, so fused steps alone are measured"]
+    if not paths:
+        return Measured(notes=notes)
+    lists = lists_in_turn(case, dtype, on, whole_calls=True)
+    subject = Subject(name, case, dtype, lists, without=lambda k: (TRACKED.get(k[0], k[0]), k[1]))
     measured = time_calls(subject, paths, on)
-    ours = [replace(row, vs_torch=None) for row in measured.rows if row.side != "torch"]
-    return replace(measured, rows=ours)
+    return replace(measured, notes=notes + measured.notes)
 
 
 def tracking_jobs(on: Setting) -> list[Job]:
@@ -135,11 +123,7 @@ def tracking_jobs(on: Setting) -> list[Job]:
     lists = chosen(on)
     if on.queue is None:
         lists = [(c, d) for c, d in lists if c.name in TRACKED_CPU_CASES and d in QUICK_DTYPES]
-    return lists_jobs(on, measure_tracking, lists)
-
-
-def _over_lists(name: str, case: GradCase, dtype: torch.dtype, on: Setting) -> Subject:
-    return Subject(name, case, dtype, lists_in_turn(case, dtype, on, whole_calls=True))
+    return lists_jobs(on, functools.partial(measure, "tracking"), lists)
 
 
 def time_calls(
@@ -150,18 +134,17 @@ def time_calls(
     require_memory(MEMORY_OF_LISTS * subject.lists * case.list_bytes(dtype), device)
     available, notes = providers.available(device)
     names = names or available
-    for path in paths:
-        for name in names:
-            compare = assert_clip_parity if path in CLIP_PASSES else assert_parity
-            compare(case, dtype, device, path, name)
+    for path, name in itertools.product(paths, names):
+        compare = assert_clip_parity if path in CLIPS else assert_parity
+        compare(case, dtype, device, path, name)
     lists = [make_gradients(case, dtype, device) for _ in range(subject.lists)]
     optimizers = {
         fused: [optimizer_over(tensors, fused) for tensors in lists] for fused in (False, True)
     }
-    torchs = ["torch"] if providers.torch_takes(dtype, device) else []
+    has_torch = subject.name != "tracking" and providers.torch_takes(dtype, device)
     contenders = []
     for path in paths:
-        for name in ([] if path in REPLACES or path in TRACKED else torchs) + [*names]:
+        for name in (["torch"] if has_torch and path not in REPLACES else []) + [*names]:
             call = caller(path, name, optimizers[is_fused(path)], device)
             contenders.append(Contender(path, name, call))
     rows = replace(subject, replaces=REPLACES).time(contenders, on)
@@ -223,7 +206,7 @@ def iteration(
         scaler.scale(loss)
         scaler.step_and_update(optimizer)
 
-    if path in CLIP_PASSES:
+    if path in CLIPS:
         return scaler, clip
     if path.startswith(UNSCALE):
         return scaler, unscale_and_update

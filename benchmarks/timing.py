@@ -250,7 +250,8 @@ class Subject:
     ) -> list[Row]:
         """Times contenders in turn; a row for each."""
         cycle, queue = cycle or 2 * self.lists, on.queue
-        timer, name, effort = time_on_host, "wall", on.effort
+        timer: Timer = time_on_host
+        name, effort = "wall", on.effort
         if queue is not None and self.is_host:
             timer, effort = host_timer(queue), replace(effort, sample_s=0.0)
         elif queue is not None:
