@@ -18,18 +18,24 @@ README, DOCS, FULL = "README.md", "docs/benchmarks.md", "docs/benchmarks_full.md
 # Nothing else is kept there.
 PICTURES = "docs/measured"
 RESULTS = "benchmarks/results"
-# To show in README.md.
-LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
-# To show in docs/benchmarks.md, too, by what is told of each.
-MORE_ROWS = {
+LOOPS = {"conv net": 10, "perceptron 31x32, batch 64": 62, "perceptron 3x512, batch 128": 6}
+NETS = {"gpt2, width 96 of 768": "AdamW", "resnet50, width 16 of 64": "SGD"}
+NETS["dlrm, 500 tables"] = "SGD"
+# Rows of README.md by what is told of each; and those that docs/benchmarks.md shows, too.
+README_ROWS = {
+    f"scaler alone: {case}, {count} parameters, schedule": ("loops", case, "AdamW, schedule")
+    for case, count in LOOPS.items()
+} | {
+    f"whole step, clipped: {net}, {call}": ("training", net, f"{call}, clip by the scaler")
+    for net, call in NETS.items()
+}
+DOCS_ROWS = README_ROWS | {
     "whole step, the import alone: gpt2, width 96 of 768, AdamW": (
-        *("training", "gpt2, width 96 of 768", "bfloat16", "AdamW"),
+        *("training", "gpt2, width 96 of 768", "AdamW"),
     ),
-    "unscale and clip: gradients of BERT-base, float32": ("clip", "bert_base", "float32", "clip"),
-    "check: gradients of BERT-base, float32": ("kernels", "bert_base", "float32", "check"),
-    "scaler with torch's ops as the backend: 62 parameters": (
-        *("aten", "62x4", "float32", "full step"),
-    ),
+    "unscale and clip: gradients of BERT-base, float32": ("clip", "bert_base", "clip"),
+    "check: gradients of BERT-base, float32": ("kernels", "bert_base", "check"),
+    "scaler with torch's ops as the backend: 62 parameters": ("aten", "62x4", "full step"),
 }
 
 
@@ -51,64 +57,42 @@ def write_report(results: Results, folder: Path) -> Path:
     return folder / REPORT
 
 
-def loops_of(results: Results) -> dict[str, Row]:
-    """ampfast's row of each real loop with plain AdamW, by its case."""
-    rows = tables.usual_loops(results.rows)
-    ours = (row for row in rows if row.side not in tables.OTHERS)
-    return {row.case: row for row in ours if not row.call.startswith("fused")}
-
-
 def readme_block(results: Results) -> str:
     """What clipping gains, real loops, steps that clip, and how it was measured."""
-    table = _main_table("time under bfloat16 of", _main_lines(results))
+    table = _main_table("time under bfloat16 of", README_ROWS, results)
     return "\n\n".join((tables.gain_of_clipping(results), table, _heading(results, f"{RESULTS}/")))
 
 
 def docs_block(results: Results) -> str:
     """A picture, ten rows, what whole steps gain, and how it was measured."""
-    at = {row.name: row for row in results.rows}
-    lines = _main_lines(results)
-    for told, name in MORE_ROWS.items():
-        found = (at.get((*name, side)) for side in ("ampfast", "ampfast, aten"))
-        lines.append(_main_line(told, next(filter(None, found), None), results))
     parts = (
         f"![{tables.SUBJECTS['loops'][0]}](measured/loops.svg)",
-        _main_table("time of", lines),
+        _main_table("time of", DOCS_ROWS, results),
         f"{tables.gain_of_the_import(results)} {tables.gain_of_clipping(results)}",
         _heading(results, f"../{RESULTS}/"),
     )
     return "\n\n".join(parts)
 
 
-def _main_table(of: str, lines: list[tuple[str, ...]]) -> str:
+def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Results) -> str:
+    """Times without a scaler, if any, with torch's and with ampfast's, of equal calls."""
+    at = {(row.subject, row.case, row.call, row.side): row for row in _main_rows(results)}
+    lines = []
+    for told, (*place, call) in shown.items():
+        ours = at.get((*place, call, "ampfast")) or at.get((*place, call, "ampfast, aten"))
+        call = (ours and ours.replaces) or call
+        none, theirs = (at.get((*place, call, side)) for side in (tables.NO_SCALER, "torch"))
+        cells = (_time(none) if none else "-", _time(theirs), _time(ours))
+        lines.append((told, *cells, tables.times(ours and ours.vs_torch)))
     header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
     return tables.Table("", "", "", header, lines, 1).markdown()
 
 
-def _main_lines(results: Results) -> list[tuple[str, ...]]:
-    """Lines of real loops, and of whole steps that clip."""
-    loops, lines = loops_of(results), []
-    for case in LOOPS:
-        told, ours = f"scaler alone: {case}", loops.get(case)
-        if ours is not None:
-            told = ", ".join((told, f"{ours.tensors} parameters", *ours.call.split(", ")[1:]))
-        lines.append(_main_line(told, ours, results))
-    for row in results.rows:
-        if row.subject == "training" and row.replaces and "fused" not in row.call:
-            told = f"whole step, clipped: {row.case}, {row.replaces.removesuffix(', clip')}"
-            lines.append(_main_line(told, row, results))
-    return lines
-
-
-def _main_line(told: str, ours: Row | None, results: Results) -> tuple[str, ...]:
-    """Times without a scaler, if any, with torch's and with ampfast's, of equal calls."""
-    none = theirs = None
-    if ours is not None:
-        place = (*ours.name[:3], ours.replaces or ours.call)
-        at = {row.name: row for row in results.rows}
-        none, theirs = (at.get((*place, side)) for side in (tables.NO_SCALER, "torch"))
-    cells = [_time(row) for row in (theirs, ours)]
-    return told, _time(none) if none else "-", *cells, tables.times(ours and ours.vs_torch)
+def _main_rows(results: Results) -> list[Row]:
+    """Rows of bfloat16 nets and of float32 gradients."""
+    nets = ("loops", "training")
+    dtypes = {name: "bfloat16" if name in nets else "float32" for name in tables.SUBJECTS}
+    return [row for row in results.rows if row.dtype == dtypes[row.subject]]
 
 
 def _time(row: Row | None) -> str:
@@ -134,11 +118,8 @@ def full_block(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-PAGES: dict[str, Callable[[Results], str]] = {
-    README: readme_block,
-    DOCS: docs_block,
-    FULL: full_block,
-}
+PAGES: dict[str, Callable[[Results], str]]
+PAGES = {README: readme_block, DOCS: docs_block, FULL: full_block}
 
 
 def file_name(results: Results) -> str:
@@ -156,8 +137,8 @@ def committed(folder: Path) -> list[Results]:
 def write_pages(folder: Path, file: Path) -> None:
     """Writes a result file's figures into all pages, its pictures, and the file itself."""
     results = Results.read(file)
-    if missing := [case for case in LOOPS if case not in loops_of(results)]:
-        raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")
+    if tables.NOT_MEASURED in readme_block(results):
+        raise ValueError(f"{file} lacks rows that {README} shows")
     old = [split(folder / page)[1] for page in PAGES]
     earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
     figures = pictures.draw(results)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .providers import UNSCALE
 from .results import Results, Row, write_whole
-from .tables import NO_SCALER, faster, percent, usual_loops
+from .tables import NO_SCALER, faster, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def _host_time(row: Row) -> str:
 CHARTS = {
     "loops": Chart(
         *("loops", "Scaler's own time in training loops", "microseconds a step; lower is better"),
-        *(lambda row: row.host_us.p50, _host_time),
+        *(lambda row: row.host_us.p50 if "schedule" in row.call else None, _host_time),
         lambda row: f"{row.case}\n{row.tensors} parameters, {row.call}",
     ),
     "host": Chart(
@@ -148,7 +148,6 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
 
 def _bars(chart: Chart, results: Results) -> Figure | None:
     rows = [row for row in results.rows if row.subject == chart.subject]
-    rows = usual_loops(rows) if chart.subject == "loops" else rows
     rows = [row for row in rows if chart.value(row)]
     if not rows:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -229,13 +229,6 @@ def score(results: Results) -> str:
 def sentences(results: Results) -> list[str]:
     """What a reader wants to know first."""
     return [score(results), gain_of_the_import(results), gain_of_clipping(results)]
-
-
-def usual_loops(rows: Iterable[Row]) -> list[Row]:
-    """Rows of real loops with a schedule, of an earlier file those without."""
-    loops = [row for row in rows if row.subject == "loops"]
-    scheduled = [row for row in loops if row.call.endswith(", schedule")]
-    return scheduled or [row for row in loops if "," not in row.call]
 
 
 def gain_of_the_import(results: Results) -> str:
