@@ -15,7 +15,7 @@ from . import providers
 from .cases import CASES, GradCase, dtype_name, make_gradients
 from .machine import cache_bytes, require_memory
 from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars
-from .timing import Contender, Job, Measured, Setting, Subject
+from .timing import Contenders, Job, Measured, Setting, Subject
 
 # float64 gradients are rare, and would take a third of the time of all.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,24 +116,23 @@ def measure(
 
 def _contenders(
     lists: Sequence[list[Tensor]], calls: Sequence[Calls], paths: Sequence[str]
-) -> list[Contender]:
+) -> Contenders:
     """One for each path and provider that has it, and ceilings; a call takes the next list."""
     size, like = sum(tensor.numel() for tensor in lists[0]), lists[0][0]
     # Norms need no op of their own.
     missing = () if providers.torch_takes(like.dtype, like.device) else PATHS
     prepared = [[of.prepare(each) for each in lists] for of in calls]
-    contenders = [
-        Contender(path, of.provider, in_turn(of.paths[path], each))
+    contenders: Contenders = {
+        (path, of.provider): in_turn(of.paths[path], each)
         for path in paths
         for of, each in zip(calls, prepared, strict=True)
         if of.provider != "torch" or path not in missing
-    ]
+    }
     # Copies of as many bytes in one piece as unscaling moves, and as a check.
     ends = [(like.new_zeros(size), like.new_ones(size)) for _ in lists]
     for path, part in ((COPY, size), (HALF_COPY, max(1, size // 2))):
         parts = [(target[:part], source[:part]) for target, source in ends]
-        copy = in_turn(lambda ends, turn: ends[0].copy_(ends[1]), parts)
-        contenders.append(Contender(path, "torch", copy))
+        contenders[path, "torch"] = in_turn(lambda ends, turn: ends[0].copy_(ends[1]), parts)
     return contenders
 
 

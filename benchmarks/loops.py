@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ampfast import backends
 
 from .nets import Lesson, Net, conv_net, perceptron
 from .steps import make_scaler, scaler_state
-from .timing import WITHOUT, Contender, Job, Measured, Setting, Subject, assert_same, interleave
+from .timing import WITHOUT, Job, Measured, Setting, Subject, assert_same
 
 SCALE = 2.0**10
 MAX_NORM = 0.1
@@ -252,17 +252,13 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     ours, what = backends.default_for(on.device), f"{net.name}, {kind.call(net)}"
     assert_parity(net, net.lesson(on.device), [kind], [ours])
     sides = [Loop(net, kind, name, net.lesson(on.device)) for name in ("torch", ours)]
-    loops = {loop.key: loop for loop in sides}
     for loop in sides:
         loop.step()
-    skips = [loop.skips() for loop in sides]
-    contenders = [Contender(*key, loop.step) for key, loop in loops.items()]
-    # A round has one step of each contender.
-    effort = replace(on.effort, sample_s=0.0)
-    samples = interleave(contenders, effort, 1, lambda each, calls: loops[each.key].step())
-    theirs, own = sides
+    skips, (theirs, own) = [loop.skips() for loop in sides], sides
+    subject = Subject("loops", net.case(), own.lesson.dtype, is_host=True)
+    contenders = {loop.key: loop.step for loop in sides}
+    rows = subject.time(contenders, on, timer=lambda step, numbers: step(0))
     _assert_same(own, theirs, f"{what}, after it was timed")
     if [loop.skips() for loop in sides] != skips:
         raise AssertionError(f"{what}: a step was skipped while timed")
-    subject = Subject("loops", net.case(), own.lesson.dtype, is_host=True)
-    return Measured(net.sized(subject.rows(contenders, samples)))
+    return Measured(net.sized(rows))

@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .cases import CASES, GradCase, make_gradients
 from .machine import require_memory
 from .providers import exact_norm
 from .steps import NoOptimizer, make_scaler, scaler_state
-from .timing import LOOP, Contender, Job, Measured, Setting, Subject, assert_same, interleave
+from .timing import LOOP, Job, Measured, Setting, Subject, assert_same
 
 MASTERS, CLIPPED_MASTERS = "master weights", "master weights, clip"
 LISTS = (
@@ -123,18 +122,14 @@ def measure(case: GradCase, call: str, on: Setting) -> Measured:
     what = f"{call}, {case.name}"
     assert_parity(weights, gradients, limit, what)
     sides = sides_over(weights, NoOptimizer, limit)
-    contenders = [Contender(call, name, lambda number: None) for name in sides]
-
-    def timer(contender: Contender, calls: range) -> float:
-        return sides[contender.provider].timed_step(gradients)
-
-    # One step of each side in a round.
-    samples = interleave(contenders, replace(on.effort, sample_s=0.0), 1, timer)
+    steps = {(call, name): side.timed_step for name, side in sides.items()}
+    subject = Subject("masters", case, DTYPE)
+    rows = subject.time(steps, on, timer=lambda step, numbers: step(gradients))
     for name, side in sides.items():
         assert_same(side.parameters, weights, f"{what}, by {name}, after it was timed")
         if side.scaler.get_scale() != SCALE:
             raise AssertionError(f"{what}, by {name}: a step was skipped while timed")
-    return Measured(Subject("masters", case, DTYPE).rows(contenders, samples))
+    return Measured(rows)
 
 
 def assert_parity(

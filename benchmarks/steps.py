@@ -29,7 +29,7 @@ from .kernels import (
 )
 from .machine import require_memory
 from .results import Row
-from .timing import Contender, Job, Measured, Setting, Subject, assert_same
+from .timing import Contenders, Job, Measured, Setting, Subject, assert_same
 
 UNSCALE = "unscale_ + update"
 STEP, FUSED_STEP = "full step", "full step, fused"
@@ -142,11 +142,10 @@ def time_calls(
         fused: [optimizer_over(tensors, fused) for tensors in lists] for fused in (False, True)
     }
     has_torch = subject.name != "tracking" and providers.torch_takes(dtype, device)
-    contenders = []
+    contenders: Contenders = {}
     for path in paths:
         for name in (["torch"] if has_torch and path not in REPLACES else []) + [*names]:
-            call = caller(path, name, optimizers[is_fused(path)], device)
-            contenders.append(Contender(path, name, call))
+            contenders[path, name] = caller(path, name, optimizers[is_fused(path)], device)
     rows = replace(subject, replaces=REPLACES).time(contenders, on)
     assert_steady(lists, f"{case.name} {dtype_name(dtype)}")
     return Measured(rows, notes)

@@ -27,21 +27,11 @@ Key = tuple[str, str]
 Samples = dict[Key, list[float]]
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One of the calls to compare, which gets its running number, so that it can alternate."""
-
-    path: str
-    provider: str
-    call: Callable[[int], object]
-
-    @property
-    def key(self) -> Key:
-        return self.path, self.provider
-
-
-# Mean seconds of a call of a contender, over a range of numbers.
-Timer = Callable[[Contender, range], float]
+# What is compared: a call gets its running number, so that it can alternate.
+Call = Callable[[int], Any]
+Contenders = dict[Key, Call]
+# Mean seconds of a call, over a range of numbers.
+Timer = Callable[[Call, range], float]
 
 
 @dataclass
@@ -142,21 +132,21 @@ class Setting:
         return replace(self, effort=replace(self.effort, comparison_s=seconds))
 
 
-def time_on_host(contender: Contender, calls: range) -> float:
+def time_on_host(call: Call, numbers: range) -> float:
     """Mean seconds per call, without the first one.
 
     The first call pays for the previous contender, such as for dirty cache lines (measured: 9%
     between identical contenders, one after a copy).
     """
-    contender.call(calls[0])
+    call(numbers[0])
     start = time.perf_counter()
-    for number in calls[1:]:
-        contender.call(number)
-    return (time.perf_counter() - start) / (len(calls) - 1)
+    for number in numbers[1:]:
+        call(number)
+    return (time.perf_counter() - start) / (len(numbers) - 1)
 
 
 def interleave(
-    contenders: Sequence[Contender], effort: Effort, cycle: int = 2, timer: Timer = time_on_host
+    contenders: Contenders, effort: Effort, cycle: int = 2, timer: Timer = time_on_host
 ) -> Samples:
     """Times the contenders in turn, every other round backwards, until the time is used up.
 
@@ -164,52 +154,50 @@ def interleave(
     it. `timer` gives the mean seconds of a range of calls.
     """
     turns = []
-    for contender in contenders:
-        timer(contender, range(cycle))
-        seconds = cycle * timer(contender, range(cycle))
+    for key, call in contenders.items():
+        timer(call, range(cycle))
+        seconds = cycle * timer(call, range(cycle))
         cycles = max(1, round(effort.sample_s / max(seconds, 1e-9)))
-        turns.append((contender, range(cycle * cycles)))
+        turns.append((key, range(cycle * cycles)))
 
-    samples: Samples = {contender.key: [] for contender in contenders}
+    samples: Samples = {key: [] for key in contenders}
     gc.disable()
     try:
         deadline = time.perf_counter() + effort.comparison_s
         for done in range(MAX_ROUNDS):
             if done >= effort.rounds and time.perf_counter() > deadline:
                 break
-            for contender, numbers in reversed(turns) if done % 2 else turns:
-                samples[contender.key].append(timer(contender, numbers))
+            for key, numbers in reversed(turns) if done % 2 else turns:
+                samples[key].append(timer(contenders[key], numbers))
     finally:
         gc.enable()
     return samples
 
 
-def device_timer(
-    queue: HostQueue, contenders: Sequence[Contender], cycle: int, graphs: bool
-) -> Timer:
+def device_timer(queue: HostQueue, contenders: Contenders, cycle: int, graphs: bool) -> Timer:
     """Timer by stamps around calls queued one after the other, or replayed from graphs.
 
     As in training, of calls the slower of host and device counts; of graphs the device alone.
     """
 
-    def body_of(call: Callable[[int], object]) -> Callable[[], object]:
+    def body_of(call: Call) -> Callable[[], object]:
         def body() -> None:
             for number in range(cycle):
                 call(number)
 
         return queue.capture(body) if graphs else body
 
-    bodies = {contender.key: body_of(contender.call) for contender in contenders}
+    bodies = {call: body_of(call) for call in contenders.values()}
 
-    def seconds_of(contender: Contender, calls: range) -> float:
+    def seconds_of(call: Call, numbers: range) -> float:
         # Untimed, as in `time_on_host`: it pays for the previous contender.
-        bodies[contender.key]()
+        bodies[call]()
         start = queue.stamp()
-        for _ in range(len(calls) // cycle):
-            bodies[contender.key]()
+        for _ in range(len(numbers) // cycle):
+            bodies[call]()
         end = queue.stamp()
         queue.synchronize()
-        return queue.seconds(start, end) / len(calls)
+        return queue.seconds(start, end) / len(numbers)
 
     return seconds_of
 
@@ -217,14 +205,14 @@ def device_timer(
 def host_timer(queue: HostQueue) -> Timer:
     """Timer of host seconds: until the call returns, from an empty queue."""
 
-    def seconds_of(contender: Contender, calls: range) -> float:
+    def seconds_of(call: Call, numbers: range) -> float:
         total = 0.0
-        for number in calls:
+        for number in numbers:
             queue.synchronize()
             start = time.perf_counter()
-            contender.call(number)
+            call(number)
             total += time.perf_counter() - start
-        return total / len(calls)
+        return total / len(numbers)
 
     return seconds_of
 
@@ -243,43 +231,47 @@ class Subject:
 
     def time(
         self,
-        contenders: Sequence[Contender],
+        contenders: Contenders,
         on: Setting,
         cycle: int | None = None,  # calls after which a contender has undone what it did
         graphs: bool = False,
+        timer: Timer | None = None,  # of one call by itself
     ) -> list[Row]:
         """Times contenders in turn; a row for each."""
-        cycle, queue = cycle or 2 * self.lists, on.queue
-        timer: Timer = time_on_host
-        name, effort = "wall", on.effort
-        if queue is not None and self.is_host:
-            timer, effort = host_timer(queue), replace(effort, sample_s=0.0)
-        elif queue is not None:
+        cycle, queue, effort, name = cycle or 2 * self.lists, on.queue, on.effort, "wall"
+        if timer is not None or (queue is not None and self.is_host):
+            # A round has one call of each.
+            effort = replace(effort, sample_s=0.0)
+        if timer is not None:
+            cycle = 1
+        elif queue is None:
+            timer = time_on_host
+        elif self.is_host:
+            timer = host_timer(queue)
+        else:
             timer = device_timer(queue, contenders, cycle, graphs)
             name = "graph" if graphs else "events"
-        return self.rows(contenders, interleave(contenders, effort, cycle, timer), name)
+        return self.rows(interleave(contenders, effort, cycle, timer), name)
 
-    def rows(
-        self, contenders: Sequence[Contender], samples: Samples, timer: str = "wall"
-    ) -> list[Row]:
+    def rows(self, samples: Samples, timer: str = "wall") -> list[Row]:
         """A row for each contender with its samples."""
         found, case = [], self.case.name if self.lists == 1 else f"{self.case.name}, cold"
-        for contender in contenders:
-            path, provider = key = contender.key
+        for key, seconds in samples.items():
+            path, provider = key
             theirs, less = (self.replaces.get(path, path), "torch"), self.without(key)
             is_compared = provider not in (WITHOUT, LOOP, "torch") and theirs in samples
             row = Row(
                 *(self.name, case, dtype_name(self.dtype), path),
                 SIDES.get(provider, f"ampfast, {provider}"),
-                rounds=len(samples[key]),
+                rounds=len(seconds),
                 replaces=self.replaces.get(path),
                 vs_torch=ratio(samples, theirs, key) if is_compared else None,
                 over_none=ratio(samples, key, less) if less != key else None,
             )
             if self.is_host:
-                row = replace(row, host_us=Spread.of(samples[key], 1e6))
+                row = replace(row, host_us=Spread.of(seconds, 1e6))
             else:
-                row = replace(row, ms=Spread.of(samples[key], 1e3), timer=timer)
+                row = replace(row, ms=Spread.of(seconds, 1e3), timer=timer)
             found.append(row)
         return found
 

@@ -17,7 +17,7 @@ from .loops import SCALE, Kind, Loop, assert_parity, optimizer_over
 from .machine import require_memory
 from .nets import Lesson, Net, nets
 from .results import Row
-from .timing import WITHOUT, Contender, Job, Measured, Setting, Subject
+from .timing import WITHOUT, Job, Measured, Setting, Subject
 
 # Steps are long, so samples have few of them and more time in total: most on a CPU, where the time
 # of the same step varies by a third.
@@ -86,10 +86,10 @@ def _time(
     subject: str, net: Net, loops: Sequence[Loop], on: Setting, replaces: Any = None
 ) -> list[Row]:
     """Times steps relative to those of the first loop."""
-    contenders = [Contender(*loop.key, loop.step) for loop in loops]
     over = Subject(subject, net.case(), loops[0].lesson.dtype, replaces=replaces or {})
     over = replace(over, without=lambda key: loops[0].key)
-    return over.time(contenders, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)
+    steps = {loop.key: loop.step for loop in loops}
+    return over.time(steps, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)
 
 
 def _assert_no_skip(net: Net, loops: Sequence[Loop]) -> None:

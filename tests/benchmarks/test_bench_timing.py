@@ -10,12 +10,12 @@ import torch
 from benchmarks import timing
 from benchmarks.cases import GradCase
 from benchmarks.results import Spread
-from benchmarks.timing import Contender, Effort, HostQueue, Subject
+from benchmarks.timing import Effort, HostQueue, Subject
 
 
 @pytest.fixture
 def taking(monkeypatch):
-    """Makes a contender whose calls take seconds of a clock, by their numbers."""
+    """Makes a call that takes seconds of a clock, by its number."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -23,7 +23,7 @@ def taking(monkeypatch):
         def call(number):
             now[0] += seconds_of(number)
 
-        return Contender("p", "a", call)
+        return call
 
     return call_of
 
@@ -31,11 +31,11 @@ def taking(monkeypatch):
 def test_contenders_take_turns_and_samples_are_whole_cycles():
     turns = []
 
-    def timer(contender, calls):
-        turns.append((contender.provider, len(calls)))
-        return {"a": 2.0, "b": 1.0}[contender.provider]
+    def timer(call, numbers):
+        turns.append((call, len(numbers)))
+        return {"a": 2.0, "b": 1.0}[call]
 
-    contenders = [Contender("p", name, lambda call: None) for name in "ab"]
+    contenders = {("p", name): name for name in "ab"}
     effort = Effort(quick=True, comparison_s=0.0, sample_s=30.0)
     samples = timing.interleave(contenders, effort, cycle=4, timer=timer)
     # After a warm-up, one trial per contender sets the number of cycles per sample.
@@ -48,10 +48,9 @@ def test_contenders_take_turns_and_samples_are_whole_cycles():
 @pytest.mark.parametrize("is_host", [False, True])
 def test_rows_have_medians_and_the_median_of_torchs_time_over_ours_by_round(is_host):
     samples = {("new", "cpu"): [1.0, 10.0, 100.0], ("old", "torch"): [2.0, 30.0, 400.0]}
-    contenders = [Contender(*key, lambda number: None) for key in samples]
     without = {"without": lambda key: ("old", "torch")}
     over = Subject("kernels", GradCase("list", ((4,),)), torch.float16, 2, is_host, {"new": "old"})
-    ours, theirs = timing.replace(over, **without).rows(contenders, samples)
+    ours, theirs = timing.replace(over, **without).rows(samples)
     assert ours.name == ("kernels", "list, cold", "float16", "new", "ampfast")
     assert (ours.vs_torch, ours.replaces, ours.rounds) == (3.0, "old", 3)
     assert ours.over_none == pytest.approx(1 / 3)
@@ -71,9 +70,9 @@ def test_the_first_call_of_a_sample_is_not_timed(taking):
         calls.append(number)
         return 9 if len(calls) <= 4 else 1 + number
 
-    contender = taking(seconds)
-    timer = timing.device_timer(HostQueue(), [contender], 4, graphs=True)
-    assert timer(contender, range(8)) == 2.5 and calls == 3 * [0, 1, 2, 3]
+    call = taking(seconds)
+    timer = timing.device_timer(HostQueue(), {("p", "a"): call}, 4, graphs=True)
+    assert timer(call, range(8)) == 2.5 and calls == 3 * [0, 1, 2, 3]
     assert timing.time_on_host(taking(lambda number: 9 if number == 0 else 1), range(4)) == 1.0
     assert timing.host_timer(HostQueue())(taking(lambda number: 2 + number), range(2)) == 2.5
 
