@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from simulated import BRIEF
 
 from ampfast import backends
 from benchmarks import __main__ as command
-from benchmarks import kernels, machine, pages, steps
+from benchmarks import kernels, pages, steps
 from benchmarks.results import Results, Row, Spread
 from benchmarks.timing import Job, Measured
 
@@ -137,15 +135,3 @@ def test_a_rehearsal_of_what_decides_writes_every_subject(monkeypatch, tmp_path)
     assert {row.subject for row in results.rows} == {"decisive", "host", "training"}
     assert {row.side for row in results.rows} >= {"torch", "ampfast"} and results.commit == "abc"
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_asks_for_both_files():
-    def make(*arguments):
-        made = ["make", *arguments, "bench-compare", "VENV=", "PYTHON=true"]
-        return subprocess.run(made, cwd=machine.REPOSITORY, capture_output=True, text=True)
-
-    asked = make("A=a.json")
-    assert asked.returncode == 2
-    assert "make bench-compare A=before.json B=after.json" in asked.stderr
-    assert 'true -m benchmarks compare "a.json" "b.json"' in make("A=a.json", "B=b.json").stdout
