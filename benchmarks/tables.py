@@ -77,8 +77,8 @@ SUBJECTS = {
     ),
     "decisive": (
         "What a GPU is asked first",
-        "Lists that no cache holds; small ones are replayed from a CUDA graph. A norm is computed "
-        "with a check. For comparison, a copy copies as many bytes in one piece.",
+        "Lists that no cache holds, replayed from a CUDA graph. A norm is computed with a check. "
+        "For comparison, a copy copies as many bytes in one piece.",
     ),
 }
 
