@@ -8,7 +8,6 @@ import pytest
 import torch
 from simulated import AS_ON_GPU, ON_CPU, SMALL, launch_by
 
-from ampfast.backends import BackendReport
 from benchmarks import kernels, machine, providers, timing
 from benchmarks.providers import COPY, HALF_COPY, NORM, PATHS
 
@@ -124,13 +123,3 @@ def test_lists_take_turns_beyond_the_cache_and_must_fit(monkeypatch, on, calls, 
     monkeypatch.setattr(machine, "left_to_group", lambda: 4 * lists * SIZE - 1)
     with pytest.raises(MemoryError, match="needs 0 MiB, 0 MiB are available"):
         kernels.measure(SMALL, torch.float32, on)
-
-
-def test_backends_that_cannot_run_or_are_named_are_left_out_with_their_reason(monkeypatch):
-    names = {"triton": "", "cuda": "built without it", "aten": ""}
-    reports = [BackendReport(name, not why, why, ("cuda",)) for name, why in names.items()]
-    monkeypatch.setattr(providers.backends, "report", lambda: reports)
-    monkeypatch.setenv(providers.WITHOUT, "aten")
-    reasons = ["cuda: not measured, built without it"]
-    reasons.append(f"aten: not measured, {providers.WITHOUT} names it")
-    assert providers.available(torch.device("cuda", 0)) == (["triton"], reasons)

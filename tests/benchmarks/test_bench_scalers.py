@@ -177,23 +177,15 @@ def test_slopes_are_of_relative_distances_where_the_line_is_one(linear_from, ns,
 
 @pytest.mark.parametrize("call", KINDS)
 def test_loops_are_timed_with_what_their_call_names(monkeypatch, call):
-    kind, given, reduced = KINDS[call], [], []
-    plain, reduce = ampfast.GradScaler.__init__, distributed.Group.all_reduce_
-
-    def init(self, *args, **options):
-        given.append(options)
-        plain(self, *args, **options)
-
-    monkeypatch.setattr(ampfast.GradScaler, "__init__", init)
+    reduced, reduce = [], distributed.Group.all_reduce_
     monkeypatch.setattr(
         distributed.Group, "all_reduce_", lambda *args: (reduced.append(1), reduce(*args))[1]
     )
-    theirs, ours = loops.measure(NET, kind, ON_CPU).rows
+    theirs, ours = loops.measure(NET, KINDS[call], ON_CPU).rows
     assert (theirs.name[3:], ours.name[3:]) == ((call, "torch"), (call, "ampfast"))
     assert (theirs.vs_torch is None, ours.vs_torch > 0) == (True, True)
     assert (ours.subject, ours.dtype, ours.tensors, ours.elements) == ("loops", "bfloat16", 4, 144)
-    assert all(kind.options.items() <= options.items() for options in given)
-    assert bool(reduced) is (kind.feature == GROUP) and not dist.is_initialized()
+    assert bool(reduced) is (KINDS[call].feature == GROUP) and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(fused=True), *SCHEDULED])
@@ -259,9 +251,4 @@ def test_nets_for_a_gpu_have_the_published_shapes_and_those_for_a_cpu_as_many():
         # Some store a matrix transposed.
         shapes = [sorted(map(sorted, each.shapes)) for each in (case, CASES[name])]
         assert shapes[0] == shapes[1]
-    for of_gpu, of_cpu, count in zip(large, little, (148, 161, 508), strict=True):
-        assert len(of_gpu.shapes) == len(of_cpu.shapes) == count
-        assert of_gpu.elements > of_cpu.elements
-        assert "width" in of_cpu.name or of_gpu.name == of_cpu.name
-    counts = [(len(net.case().shapes), len(kinds)) for net, kinds in loops.LOOPS]
-    assert counts == [(10, 9), (62, 9), (148, 4), (1000, 2), (6, 2)]
+    assert [len(case.shapes) for case in large] == [len(case.shapes) for case in little]
