@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench(arguments)
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=COMMANDS[name])
     if name != "model":
-        parser.add_argument("files", type=Path, nargs=2 if name == "compare" else 1)
+        count = 2 if name == "compare" else 1
+        parser.add_argument("files", type=Path, nargs=count, metavar="FILE", help="of results")
     if name == "compare":
         told = "also show changes within the spreads"
         parser.add_argument("--all", action="store_true", help=told)
