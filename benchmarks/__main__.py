@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import math
 import signal
 import sys
@@ -16,21 +17,8 @@ import torch
 from ampfast import backends
 from ampfast.backends.gpu import DeviceKernels
 
-from . import (
-    clipping,
-    compare,
-    decisive,
-    kernels,
-    loops,
-    master_weights,
-    model,
-    pages,
-    steps,
-    tables,
-    training,
-    watched,
-)
-from .machine import REPOSITORY, OtherPrograms, default_device, new_results
+from . import decisive, kernels, loops, master_weights, model, pages, steps, tables, training
+from .machine import REPOSITORY, default_device, new_results
 from .results import Results
 from .timing import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, CudaQueue, HostQueue, Job, Setting
 
@@ -39,13 +27,13 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "loops": loops.jobs,
     "host": steps.host_jobs,
     "aten": steps.aten_jobs,
-    "clip": lambda on: kernels.lists_jobs(on, clipping.measure),
+    "clip": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "clip")),
     "training": training.jobs,
     "growth": steps.growth_jobs,
     "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
-    "steps": lambda on: kernels.lists_jobs(on, steps.measure),
+    "steps": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "steps")),
     "tracking": steps.tracking_jobs,
-    "watched": watched.jobs,
+    "watched": training.watched_jobs,
     "masters": master_weights.jobs,
     "decisive": decisive.jobs,
 }
@@ -58,64 +46,53 @@ JSON, EARLIER = "results.json", "earlier"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 1 for a file that cannot be read or written."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    if command is None:
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
         return bench(arguments)
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {arguments[0]}", description=command.__doc__
-    )
+    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=COMMANDS[name])
+    if name != "model":
+        count = 2 if name == "compare" else 1
+        parser.add_argument("files", type=Path, nargs=count, metavar="FILE", help="of results")
+    if name == "compare":
+        told = "also show changes within the spreads"
+        parser.add_argument("--all", action="store_true", help=told)
+    elif name == "report":
+        parser.add_argument("--folder", type=Path, help="its place (default: the file's)")
+    else:
+        told = "write into pages, pictures and results of this repository instead"
+        parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
     try:
-        command(parser, arguments[1:])
+        _show(name, parser.parse_args(arguments[1:]))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _compare(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Shows changes between two result files: faster or slower means beyond both spreads."""
-    parser.add_argument("first", type=Path, help="result file")
-    parser.add_argument("second", type=Path, help="a later one, or one from elsewhere")
-    parser.add_argument("--all", action="store_true", help="also show changes within the spreads")
-    options = parser.parse_args(arguments)
-    both = Results.read(options.first), Results.read(options.second)
-    print(*compare.environments(*both), sep="\n")
-    print(compare.table(*both, options.all).text())
-    print(*compare.summary(*both), sep="\n")
+COMMANDS = {
+    "compare": "Shows changes between two result files that are beyond both spreads.",
+    "report": "Makes the report of a result file: report.html and plots/.",
+    "readme": "Prints the figures of README.md, or writes them with those of docs/.",
+    "model": "Prints the table of docs/kernels.md: bytes, launches and times of passes.",
+}
 
 
-def _report(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Makes the report of a result file: report.html and plots/."""
-    parser.add_argument("file", type=Path, help="result file")
-    parser.add_argument("--folder", type=Path, help="place of the report (default: the file's)")
-    options = parser.parse_args(arguments)
-    print(pages.write_report(Results.read(options.file), options.folder or options.file.parent))
-
-
-def _readme(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Prints the figures of README.md, or writes them with those of docs/."""
-    parser.add_argument("file", type=Path, help="result file")
-    told = "write pages, pictures and results of this repository instead"
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
-    options = parser.parse_args(arguments)
-    if options.write is None:
-        print(pages.readme_block(Results.read(options.file)))
+def _show(name: str, options: argparse.Namespace) -> None:
+    if name == "model" and options.write is None:
+        print(model.block(pages.committed(REPOSITORY)))
+    elif name == "model":
+        page, committed = options.write / model.PAGE, pages.committed(options.write)
+        pages.write_block(page, model.block(committed))
+    elif name == "compare":
+        first, second = map(Results.read, options.files)
+        print(*tables.comparison(first, second, options.all), sep="\n")
+    elif name == "report":
+        (file,) = options.files
+        print(pages.write_report(Results.read(file), options.folder or file.parent))
+    elif options.write is None:
+        print(pages.readme_block(Results.read(*options.files)))
     else:
-        pages.write_pages(options.write, options.file)
-
-
-def _model(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Prints the table of docs/kernels.md: bytes, launches and times of passes."""
-    told = "write it into the page of this repository instead"
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
-    options = parser.parse_args(arguments)
-    if options.write is None:
-        print(model.block(model.committed(REPOSITORY)))
-    else:
-        model.write(options.write)
-
-
-COMMANDS = {"compare": _compare, "report": _report, "readme": _readme, "model": _model}
+        pages.write_pages(options.write, *options.files)
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -145,7 +122,7 @@ def bench(arguments: Sequence[str]) -> int:
         backends.default_for(device)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            put_away(file)
+            _put_away(file)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     results = new_results(device)
@@ -154,28 +131,17 @@ def bench(arguments: Sequence[str]) -> int:
     subjects = options.only or [each for each in SUBJECTS if each not in ON_REQUEST]
     jobs = [(f"{each}: {job.label}", job) for each in subjects for job in SUBJECTS[each](on)]
     exit_code = INTERRUPTED
-    signals: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        signals.append(number)
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        exit_code = run(jobs, results, file, started, started + options.limit, signals)
+        exit_code = run(jobs, results, file, started, started + options.limit)
     except KeyboardInterrupt:
         print("stopped; results so far follow", flush=True)
     # So that none keeps results from being written.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _save(results, file)
-    for table in tables.of(results):
-        print(table.text())
-    score, during = tables.score(results), filter(None, [results.during])
-    print(*results.notes, score, *during, *results.caveats, sep="\n")
-    print(tables.gain_of_the_import(results))
-    print(tables.gain_of_clipping(results))
+    print(*(table.text() for table in tables.of(results)), *results.notes, sep="\n")
+    print(*tables.sentences(results), *results.caveats, sep="\n")
     if options.folder is not None and results.rows:
         try:
             print(f"the report is {pages.write_report(results, options.folder)}")
@@ -210,20 +176,15 @@ def run(
     file: Path | None,
     started: float,
     deadline: float,
-    signals: Sequence[int],
 ) -> int:
-    """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C.
-
-    Signals that came end the run before its next job: Python drops what a handler raises inside
-    of a finalizer.
-    """
+    """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
 
     def note(text: str) -> None:
-        results.notes.append(text)
-        print(text, flush=True)
+        if text not in results.notes:
+            results.notes.append(text)
+            print(text, flush=True)
 
     failed = left_out = False
-    others = OtherPrograms()
     # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     for number, (name, job) in enumerate(jobs, 1):
@@ -236,8 +197,9 @@ def run(
             measured = job.run()
         except Exception as error:
             # A failing part does not keep the others from being measured; a smaller machine
-            # measures less, which is no failure.
-            lacks_memory = _is_of_memory(error)
+            # measures less, which is no failure. For a CPU torch has no error type of its own.
+            lacks_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            lacks_memory |= "DefaultCPUAllocator" in str(error)
             left_out, failed = left_out or lacks_memory, failed or not lacks_memory
             told = str(error) or type(error).__name__
             note(f"{'skipped' if lacks_memory else 'FAILED'} {name}: {told}")
@@ -245,20 +207,16 @@ def run(
             for row in measured.rows:
                 print(tables.line(row), flush=True)
             results.rows += measured.rows
-            for told in dict.fromkeys(measured.notes):
-                if told not in results.notes:
-                    note(told)
+            for told in measured.notes:
+                note(told)
                 failed |= told.startswith("FAILED")
         results.seconds = round(time.monotonic() - started, 1)
-        results.machine["cores_of_others"] = others.cores()
         _save(results, file)
-        if signals:
-            raise KeyboardInterrupt
     results.complete = not (failed or left_out)
     return 1 if failed else 0
 
 
-def put_away(file: Path) -> None:
+def _put_away(file: Path) -> None:
     """Renames an earlier run's file, if any, to a name that no run writes."""
     if file.exists():
         written = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.timezone.utc)
@@ -269,12 +227,6 @@ def put_away(file: Path) -> None:
 def _save(results: Results, file: Path | None) -> None:
     if file is not None and results.rows:
         results.write(file)
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """Whether an error means too little memory; for a CPU torch has no error type of its own."""
-    of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _subjects(text: str) -> list[str]:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ceilings, providers
-from .cases import CASES, GradCase, make_gradients
+from . import providers
+from .cases import CASES, GradCase, dtype_name, make_gradients
 from .machine import cache_bytes, require_memory
-from .providers import COPY, HALF_COPY, NORM, PATHS, READ, Calls, Scalars
-from .results import Row
-from .timing import Contender, Job, Measured, Setting, dtype_name, time_contenders
+from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars
+from .timing import Contenders, Job, Measured, Setting, Subject
 
 # float64 gradients are rare, and would take a third of the time of all.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,8 +31,6 @@ GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 MAX_LISTS = 64
 # Gradients, both ends of a copy, and a copy to look for drift; or three lists to compare.
 MEMORY_OF_LISTS = 4
-# Lists below this are replayed from a graph: queued singly, the host would be timed, too.
-GRAPH_BELOW_BYTES = 512 << 20
 # Most lists in turn for whole calls of the scaler, which keeps some tens of tables: more would
 # upload at every call, unlike a loop with one optimizer.
 MOST_LISTS = 8
@@ -97,80 +94,58 @@ def measure(
     if not calls:
         raise AssertionError("; ".join(notes))
     del gradients
-    measured = Measured(notes=notes)
+    if not providers.torch_takes(dtype, device):
+        notes.append(f"torch {torch.__version__} has no kernel for {dtype_name(dtype)} here")
+    rows, size = [], case.list_bytes(dtype)
     # On a CPU one list alone, still cached after it was written, and lists that leave the cache.
     for count in dict.fromkeys([rotation] if on.queue else [1, rotation]):
-        lists = Lists(case, dtype, device, count)
-        timed = time_contenders(
-            *(subject, case, dtype, lists.contenders(scalars, calls, paths), on),
-            lists=count,
-            graphs=case.list_bytes(dtype) < GRAPH_BELOW_BYTES,
-        )
-        lists.assert_steady(scalars.found_inf)
-        measured.rows += _with_bytes(timed.rows(), case.list_bytes(dtype))
-        measured.notes += timed.notes
-        why = f"torch {torch.__version__} has no kernel for {dtype_name(dtype)} on this device"
-        missing = [timed.name((path, "torch")) for path in paths if not lists.has_torchs(path)]
-        measured.rows += [Row(*name, missing=why) for name in missing]
-    return measured
+        lists = [make_gradients(case, dtype, device) for _ in range(count)]
+        contenders = _contenders(lists, [providers.torch_calls(scalars), *calls], paths)
+        over = Subject(subject, case, dtype, count)
+        # Queued singly, the host would be timed, too.
+        found = over.time(contenders, on, graphs=True)
+        assert_steady(lists, what, scalars.found_inf)
+        # With their bytes, and the bandwidth of a copy of as many, or else of the whole list.
+        found = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in found]
+        copies = {row.bytes: row.gb_s for row in found if row.call in (COPY, HALF_COPY)}
+        whole = copies[2 * size]
+        rows += [replace(row, copy_gb_s=copies.get(row.bytes, whole)) for row in found]
+    return Measured(rows, notes)
 
 
-def _with_bytes(rows: Sequence[Row], size: int) -> list[Row]:
-    """Rows with their bytes, and the bandwidth of a copy of as many, or else of the whole list."""
-    rows = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in rows]
-    copies = {row.bytes: row.gb_s for row in rows if row.call in (COPY, HALF_COPY)}
-    return [replace(row, copy_gb_s=copies.get(row.bytes, copies[2 * size])) for row in rows]
+def _contenders(
+    lists: Sequence[list[Tensor]], calls: Sequence[Calls], paths: Sequence[str]
+) -> Contenders:
+    """One for each path and provider that has it, and ceilings; a call takes the next list."""
+    size, like = sum(tensor.numel() for tensor in lists[0]), lists[0][0]
+    # Norms need no op of their own.
+    missing = () if providers.torch_takes(like.dtype, like.device) else PATHS
+    prepared = [[of.prepare(each) for each in lists] for of in calls]
+    contenders: Contenders = {
+        (path, of.provider): in_turn(of.paths[path], each)
+        for path in paths
+        for of, each in zip(calls, prepared, strict=True)
+        if of.provider != "torch" or path not in missing
+    }
+    # Copies of as many bytes in one piece as unscaling moves, and as a check.
+    ends = [(like.new_zeros(size), like.new_ones(size)) for _ in lists]
+    for path, part in ((COPY, size), (HALF_COPY, max(1, size // 2))):
+        parts = [(target[:part], source[:part]) for target, source in ends]
+        contenders[path, "torch"] = in_turn(lambda ends, turn: ends[0].copy_(ends[1]), parts)
+    return contenders
 
 
-class Lists:
-    """Gradient lists that take turns."""
-
-    def __init__(
-        self, case: GradCase, dtype: torch.dtype, device: torch.device, count: int
-    ) -> None:
-        self.case, self.dtype, self._device = case, dtype, device
-        self.lists = [make_gradients(case, dtype, device) for _ in range(count)]
-        self._takes = providers.torch_takes(dtype, device)
-
-    def has_torchs(self, path: str) -> bool:
-        """Whether torch has a path for the dtype; norms need no op of their own."""
-        return self._takes or path not in PATHS
-
-    def contenders(
-        self, scalars: Scalars, ours: Sequence[Calls], paths: Sequence[str]
-    ) -> list[Contender]:
-        """One for each path and provider that has it, and ceilings; a call takes the next list."""
-        calls = [providers.torch_calls(scalars), *ours]
-        prepared = [list(map(each.prepare, self.lists)) for each in calls]
-        contenders = [
-            Contender(path, of.provider, in_turn(of.paths[path], lists), of.around)
-            for path in paths
-            for of, lists in zip(calls, prepared, strict=True)
-            if of.provider != "torch" or self.has_torchs(path)
-        ]
-        # Copies of as many bytes in one piece as unscaling moves, and as a check; a read.
-        size = self.case.elements
-        make = functools.partial(torch.full, (size,), dtype=self.dtype, device=self._device)
-        ends = [(make(0.0), make(1.0)) for _ in self.lists]
-        for path, part in ((COPY, size), (HALF_COPY, max(1, size // 2))):
-            parts = [(target[:part], source[:part]) for target, source in ends]
-            copy = in_turn(lambda ends, turn: ends[0].copy_(ends[1]), parts)
-            contenders.append(Contender(path, "torch", copy))
-        if self._device.type == "cuda" and ceilings.triton is not None:
-            reads = [ceilings.reader(source) for _, source in ends]
-            contenders.append(Contender(READ, "torch", in_turn(lambda read, turn: read(), reads)))
-        return contenders
-
-    def assert_steady(self, found_inf: Tensor | None = None) -> None:
-        """Raises AssertionError if a value has left [0.5, 2] or a flag was set."""
-        found = found_inf is not None and bool(found_inf.item())
-        for tensors in self.lists:
-            # Jointly, as checking each tensor alone would take seconds.
-            low, high = torch.aminmax(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-            found |= not (low >= 0.5 and high <= 2.0)
-        if found:
-            what = f"{self.case.name} {dtype_name(self.dtype)}"
-            raise AssertionError(f"{what}: the gradients drifted while timed")
+def assert_steady(
+    lists: Sequence[list[Tensor]], what: str, found_inf: Tensor | None = None
+) -> None:
+    """Raises AssertionError if a value has left [0.5, 2] or a flag was set."""
+    found = found_inf is not None and bool(found_inf.item())
+    for tensors in lists:
+        # Jointly, as checking each tensor alone would take seconds.
+        low, high = torch.aminmax(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        found |= not (low >= 0.5 and high <= 2.0)
+    if found:
+        raise AssertionError(f"{what}: the gradients drifted while timed")
 
 
 def in_turn(call: Callable[[Any, int], object], prepared: Sequence[Any]) -> Callable[[int], object]:

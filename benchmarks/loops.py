@@ -6,24 +6,21 @@ import contextlib
 import functools
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 import ampfast
 from ampfast import backends
 
-from .cases import GradCase
-from .nets import Net, autocast_dtype, conv_net, perceptron
-from .results import Row, Spread
+from .nets import Lesson, Net, conv_net, perceptron
 from .steps import make_scaler, scaler_state
-from .timing import WITHOUT, Contender, Job, Measured, Setting, Timed, assert_same, interleave
+from .timing import WITHOUT, Job, Measured, Setting, Subject, assert_same
 
 SCALE = 2.0**10
 MAX_NORM = 0.1
@@ -78,44 +75,7 @@ LOOPS: tuple[tuple[Net, tuple[Kind, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """Module with its batch and autocast dtype."""
-
-    module: nn.Module
-    inputs: tuple[Tensor, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, net: Net, device: torch.device) -> Lesson:
-        return cls(*net.made(device), autocast_dtype(device))
-
-    def loss(self) -> Tensor:
-        """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
-        with torch.autocast(self.inputs[0].device.type, self.dtype):
-            return self.module(*self.inputs)
-
-
-class Step(NamedTuple):
-    """Nanoseconds of one iteration: the scaler's by part, and all of it."""
-
-    scale: int
-    step: int
-    update: int
-    whole: int
-
-    @property
-    def scaler(self) -> int:
-        return self.scale + self.step + self.update
-
-
-def optimizer_over(net: Net, kind: Kind, parameters: Sequence[Tensor], of: Any = None) -> Any:
-    """The net's optimizer, or one of another class."""
-    of = of or net.optimizer
-    return of(parameters, **net.options, fused=kind.fused or None)
-
-
-def timed_optimizer(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
+def optimizer_over(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
     """The net's optimizer, which adds up the nanoseconds of its steps."""
     plain: Any = net.optimizer
 
@@ -131,7 +91,7 @@ def timed_optimizer(net: Net, kind: Kind, parameters: Sequence[Tensor]) -> Any:
         # Keeps out torch's wrapper for its profiler, whose time would count as the scaler's.
         step.hooked = True  # type: ignore[attr-defined]
 
-    return optimizer_over(net, kind, parameters, Timing)
+    return Timing(parameters, **net.options, fused=kind.fused or None)
 
 
 class Loop:
@@ -149,7 +109,7 @@ class Loop:
         self.kind, self.provider, self.lesson = kind, provider, lesson
         self.key = kind.call(net), provider
         self.parameters = parameters or list(lesson.module.parameters())
-        self.optimizer = optimizer or timed_optimizer(net, kind, self.parameters)
+        self.optimizer = optimizer or optimizer_over(net, kind, self.parameters)
         self._schedule = None
         if kind.schedule:
             decay = torch.optim.lr_scheduler.LambdaLR
@@ -161,12 +121,10 @@ class Loop:
         elif provider != WITHOUT:
             group = {"process_group": distributed.group.WORLD} if kind.feature == GROUP else {}
             self.scaler = make_scaler(provider, device, SCALE, **kind.options, **group)
-        self.steps: list[Step] = []
 
-    def step(self, number: int = 0, bad: bool = False) -> Step:
-        """One iteration, with an infinite gradient if `bad`."""
+    def step(self, number: int = 0, bad: bool = False) -> float:
+        """One iteration, with an infinite gradient if `bad`; returns seconds of the scaler."""
         now = time.perf_counter_ns
-        begun = now()
         self.optimizer.zero_grad()
         loss = self.lesson.loss()
         start = now()
@@ -177,16 +135,20 @@ class Loop:
         del loss, scaled
         if bad:
             self.parameters[0].grad.view(-1)[-1] = math.inf
-        return self.finish(begun, scale)
+        self.optimizer.steps_ns = 0
+        start = now()
+        self.finish()
+        seconds = (scale + now() - start - self.optimizer.steps_ns) / 1e9
+        if self._schedule is not None:
+            self._schedule.step()
+        return seconds
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def finish(self, begun: int = 0, scale: int = 0) -> Step:
-        """Calls after the backward pass."""
-        now, scaler, optimizer = time.perf_counter_ns, self.scaler, self.optimizer
-        optimizer.steps_ns = 0
-        start = now()
+    def finish(self) -> None:
+        """The scaler's calls after the backward pass, and the optimizer's."""
+        scaler, optimizer = self.scaler, self.optimizer
         if self.kind.by_scaler:
             # Gradients that a fused optimizer unscales are only read.
             scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.kind.fused)
@@ -198,18 +160,7 @@ class Loop:
             optimizer.step()
         else:
             scaler.step(optimizer)
-        middle = now()
-        if scaler is not None:
             scaler.update()
-        end = now()
-        if self._schedule is not None:
-            self._schedule.step()
-        return Step(scale, middle - start - optimizer.steps_ns, end - middle, end - begun)
-
-    def timed(self) -> float:
-        """Seconds of the scaler in one iteration, which is recorded."""
-        self.steps.append(self.step())
-        return self.steps[-1].scaler / 1e9
 
     def scale(self) -> float:
         """The scale, a power of two, so that no bit of a gradient is lost."""
@@ -231,13 +182,9 @@ def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequen
     and backs off. Bits are compared, but for clips by the scaler, whose norm is more exact.
     """
     torchs = list(lesson.module.parameters())
-
-    def loop(kind: Kind, name: str, parameters: Sequence[Tensor]) -> Loop:
-        return Loop(net, kind, name, lesson, parameters, optimizer_over(net, kind, parameters))
-
-    theirs = loop(kinds[0], "torch", torchs)
+    theirs = Loop(net, kinds[0], "torch", lesson, torchs)
     ours = [
-        loop(kind, name, [p.detach().clone().requires_grad_() for p in torchs])
+        Loop(net, kind, name, lesson, [p.detach().clone().requires_grad_() for p in torchs])
         for name in names
         for kind in kinds
     ]
@@ -303,43 +250,15 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
         with group_of_one():
             return measure(net, kind, on)
     ours, what = backends.default_for(on.device), f"{net.name}, {kind.call(net)}"
-    assert_parity(net, Lesson.of(net, on.device), [kind], [ours])
-    loops = {
-        loop.key: loop
-        for name in ("torch", ours)
-        for loop in [Loop(net, kind, name, Lesson.of(net, on.device))]
-    }
-    for loop in loops.values():
+    assert_parity(net, net.lesson(on.device), [kind], [ours])
+    sides = [Loop(net, kind, name, net.lesson(on.device)) for name in ("torch", ours)]
+    for loop in sides:
         loop.step()
-    skips = [loop.skips() for loop in loops.values()]
-    contenders = [Contender(*key, lambda number: None) for key in loops]
-    # A round has one step of each contender.
-    effort = replace(on.effort, sample_s=0.0)
-    samples = interleave(contenders, effort, 1, lambda each, calls: loops[each.key].timed())
-    theirs, own = loops.values()
+    skips, (theirs, own) = [loop.skips() for loop in sides], sides
+    subject = Subject("loops", net.case(), own.lesson.dtype, is_host=True)
+    contenders = {loop.key: loop.step for loop in sides}
+    rows = subject.time(contenders, on, timer=lambda step, numbers: step(0))
     _assert_same(own, theirs, f"{what}, after it was timed")
-    if [loop.skips() for loop in loops.values()] != skips:
+    if [loop.skips() for loop in sides] != skips:
         raise AssertionError(f"{what}: a step was skipped while timed")
-    case = GradCase(net.name, net.shapes())
-    timed = Timed("loops", case, autocast_dtype(on.device), contenders, samples)
-    rows = zip(timed.rows(), loops.values(), strict=True)
-    return Measured([_with_parts(row, loop, case) for row, loop in rows])
-
-
-def _with_parts(row: Row, loop: Loop, case: GradCase) -> Row:
-    # Without warm-up.
-    steps = loop.steps[-row.rounds :]
-    return replace(
-        row,
-        ms=None,
-        timer=None,
-        list_bytes=None,
-        host_us=Spread(*(1e3 * ms for ms in row.ms)),
-        parts_us=tuple(
-            statistics.median(getattr(step, part) for step in steps) / 1e3
-            for part in ("scale", "step", "update")
-        ),
-        share=statistics.median(step.scaler / step.whole for step in steps),
-        tensors=len(case.shapes),
-        elements=case.elements,
-    )
+    return Measured(net.sized(rows))

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
 DEFAULT_GPU_CACHE_BYTES = 64 << 20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-
-class OtherPrograms:
-    """Cores that other programs take, from now on."""
-
-    def __init__(self) -> None:
-        self._start = self._seconds()
-
-    def cores(self) -> float | None:
-        """Their mean since the start, or None where it cannot be read."""
-        (busy, own, now), (busy_then, own_then, then) = self._seconds(), self._start
-        if busy is None or busy_then is None or now <= then:
-            return None
-        return max(0.0, round((busy - busy_then - (own - own_then)) / (now - then), 2))
-
-    @staticmethod
-    def _seconds() -> tuple[float | None, float, float]:
-        """CPU seconds of all programs and of this one with its ended children; the time."""
-        own, busy = sum(os.times()[:4]), None
-        with contextlib.suppress(OSError, ValueError):
-            # user, nice, system; irq, softirq, steal
-            ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
-            busy = (sum(ticks[:3]) + sum(ticks[5:])) / os.sysconf("SC_CLK_TCK")
-        return busy, own, time.monotonic()
 
 
 def default_device() -> torch.device:
@@ -77,14 +52,9 @@ def available_bytes(device: torch.device) -> int | None:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    found = [size for size in (_memory("MemAvailable"), left_to_group()) if size is not None]
-    return min(found, default=None)
-
-
-def _memory(name: str) -> int | None:
-    """Line of the system's memory information in bytes, or None."""
-    found = _line("/proc/meminfo", name)
-    return int(found.split()[0]) << 10 if found else None
+    free = _line("/proc/meminfo", "MemAvailable")
+    found = [left_to_group(), int(free.split()[0]) << 10 if free else None]
+    return min((size for size in found if size is not None), default=None)
 
 
 def _line(path: str, name: str) -> str | None:
@@ -100,10 +70,10 @@ def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
     try:
         most = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
-        lines = (folder / "memory.stat").read_text().splitlines()
+        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.M)
     except (OSError, ValueError):
         return None  # no such cgroup, or "max"
-    return most - used + sum(int(n) for key, n in map(str.split, lines) if key == "inactive_file")
+    return most - used + int(cached[1] if cached else 0)
 
 
 def require_memory(needed: int, device: torch.device) -> None:
@@ -113,44 +83,36 @@ def require_memory(needed: int, device: torch.device) -> None:
         raise MemoryError(f"needs {needed >> 20} MiB, {available >> 20} MiB are available")
 
 
-def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """Number of tensors per launch of torch's op on a GPU; `cuda` is `torch.version.cuda`."""
-    of_torch, of_cuda = ([*map(int, re.findall(r"\d+", v))] for v in (torch_version, cuda or "0"))
-    return 770 if of_torch >= [2, 12] and of_cuda >= [13] else 110
-
-
 def describe(device: torch.device) -> dict[str, Any]:
     """Facts about this machine that timings depend on; `load` is that of other processes."""
+    facts: dict[str, Any] = {}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        cuda = torch.version.cuda or "0"
+        is_new = torch.__version__ >= "2.12" and int(cuda.split(".")[0]) > 12
+        facts = {
+            "gpu": properties.name,
+            "gpu_cache_bytes": cache_bytes(device),
+            "gpu_capability": f"{properties.major}.{properties.minor}",
+            "driver": (query or "unknown").partition("\n")[0],
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            # Of torch's op.
+            "tensors_per_launch": 770 if is_new else 110,
+        }
     has_affinity = hasattr(os, "sched_getaffinity")
-    return {
-        **(_gpu(device) if device.type == "cuda" else {}),
+    return facts | {
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "arch": platform.machine(),
         "os": platform.system(),
         # Those available to this process, where the system tells.
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory("MemTotal"),
         "cache_bytes": cache_bytes(torch.device("cpu")),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    }
-
-
-def _gpu(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "gpu": properties.name,
-        "gpu_memory_bytes": properties.total_memory,
-        "gpu_cache_bytes": cache_bytes(device),
-        "gpu_processors": properties.multi_processor_count,
-        "gpu_capability": f"{properties.major}.{properties.minor}",
-        "driver": (query or "unknown").partition("\n")[0],
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "tensors_per_launch": tensors_per_launch(torch.__version__, torch.version.cuda),
     }
 
 

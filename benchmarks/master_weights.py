@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,11 @@ from .cases import CASES, GradCase, make_gradients
 from .machine import require_memory
 from .providers import exact_norm
 from .steps import NoOptimizer, make_scaler, scaler_state
-from .timing import LOOP, Contender, Job, Measured, Setting, Timed, assert_same, interleave
+from .timing import LOOP, Job, Measured, Setting, Subject, assert_same
 
 MASTERS, CLIPPED_MASTERS = "master weights", "master weights, clip"
 LISTS = (
-    GradCase("1000x4", 1000 * ((4,),)),
-    CASES["1000x1k"],
-    CASES["resnet50"],
+    *(GradCase("1000x4", 1000 * ((4,),)), CASES["1000x1k"], CASES["resnet50"]),
     CASES["bert_base"],
 )
 CPU, DTYPE, SCALE = torch.device("cpu"), torch.float16, 2.0**7
@@ -41,86 +38,70 @@ BYTES_PER_ELEMENT = 3 * 12 + 3 * 2 + 4
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
-class Ours:
-    """`master_weights_` and `ampfast.GradScaler`."""
+class Side:
+    """Float16 parameters and master weights, by ampfast or by hand around torch's scaler.
 
-    def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
+    By hand, foreach copies into gradients that are kept, or a loop, one by one, makes new ones.
+    """
+
+    def __init__(
+        self, name: str, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
+    ) -> None:
+        self.name, self._limit, self._is_ours = name, limit, name not in ("torch", LOOP)
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
-        self._limit = limit
-        self._optimizer: Any = ampfast.master_weights_(optimizer(self.parameters))
-        self.zero_grad = self._optimizer.zero_grad
-        self.scaler = make_scaler(backends.default_for(CPU), CPU, SCALE)
-
-    def step(self) -> None:
-        """The calls of an iteration between backward and `zero_grad`."""
-        if self._limit is not None:
-            self.scaler.clip_grad_norm_(self._optimizer, self._limit)
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
-
-    def masters(self) -> list[Tensor]:
-        return [self._optimizer.master_weights[each] for each in self.parameters]
-
-
-class Foreach:
-    """The same by hand: torch's foreach copies around its scaler, float32 gradients kept."""
-
-    def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
-        self.parameters = [weight.clone().requires_grad_() for weight in weights]
-        self._limit = limit
-        self._masters = [each.detach().float().requires_grad_() for each in self.parameters]
-        self._wide = [torch.empty_like(master) for master in self._masters]
-        for master, gradient in zip(self._masters, self._wide, strict=True):
+        self.scaler = make_scaler(name if self._is_ours else "torch", CPU, SCALE)
+        self._optimizer: Any
+        if self._is_ours:
+            self._optimizer = ampfast.master_weights_(optimizer(self.parameters))
+            self.masters = [self._optimizer.master_weights[each] for each in self.parameters]
+            self.zero_grad = self._optimizer.zero_grad
+            return
+        self.masters = [each.detach().float().requires_grad_() for each in self.parameters]
+        self._wide = [torch.empty_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self._wide, strict=True):
             master.grad = gradient
-        self._optimizer = optimizer(self._masters)
+        self._optimizer = optimizer(self.masters)
         # The gradients of the parameters alone.
         self.zero_grad = NoOptimizer(self.parameters).zero_grad
-        self.scaler = make_scaler("torch", CPU, SCALE)
 
     @torch.no_grad()
     def step(self) -> None:
         """The calls of an iteration between backward and `zero_grad`."""
-        self._cast()
-        if self._limit is not None:
-            self.scaler.unscale_(self._optimizer)
-            torch.nn.utils.clip_grad_norm_(self._masters, self._limit)
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
-        self._round()
+        scaler, optimizer = self.scaler, self._optimizer
+        if self.name == "torch":
+            torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
+        elif self.name == LOOP:
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                master.grad = parameter.grad.float()
+        if self._limit is not None and self._is_ours:
+            scaler.clip_grad_norm_(optimizer, self._limit)
+        elif self._limit is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.masters, self._limit)
+        scaler.step(optimizer)
+        scaler.update()
+        if self.name == "torch":
+            torch._foreach_copy_(self.parameters, self.masters)
+        elif self.name == LOOP:
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                parameter.copy_(master)
 
-    def _cast(self) -> None:
-        torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
-
-    def _round(self) -> None:
-        torch._foreach_copy_(self.parameters, self._masters)
-
-    def masters(self) -> list[Tensor]:
-        return [master.detach() for master in self._masters]
-
-
-class Loop(Foreach):
-    """The same with copies one by one, and new float32 gradients."""
-
-    def _cast(self) -> None:
-        for master, parameter in zip(self._masters, self.parameters, strict=True):
-            master.grad = parameter.grad.float()
-
-    def _round(self) -> None:
-        for master, parameter in zip(self._masters, self.parameters, strict=True):
-            parameter.copy_(master)
+    def timed_step(self, gradients: Sequence[Tensor]) -> float:
+        """Seconds of a step with new gradients."""
+        torch.autograd.backward(self.parameters, gradients)
+        start = time.perf_counter()
+        self.step()
+        seconds = time.perf_counter() - start
+        self.zero_grad()
+        return seconds
 
 
 def sides_over(
     weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
-) -> dict[str, Any]:
+) -> dict[str, Side]:
     """Sides by provider, with parameters of their own."""
-    kinds = {"torch": Foreach, LOOP: Loop, backends.default_for(CPU): Ours}
-    return {name: kind(weights, optimizer, limit) for name, kind in kinds.items()}
-
-
-def backward(side: Any, gradients: Sequence[Tensor]) -> None:
-    """Leaves new gradients."""
-    torch.autograd.backward(side.parameters, gradients)
+    names = ("torch", LOOP, backends.default_for(CPU))
+    return {name: Side(name, weights, optimizer, limit) for name in names}
 
 
 def jobs(on: Setting) -> list[Job]:
@@ -134,33 +115,21 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(case: GradCase, call: str, on: Setting) -> Measured:
-    """Times steps, each with new gradients, but for backward, optimizer and `zero_grad`."""
+    """Times steps, each with new gradients."""
     require_memory(BYTES_PER_ELEMENT * case.elements, on.device)
     weights, gradients = (make_gradients(case, DTYPE, on.device) for _ in range(2))
     limit = exact_norm(gradients) / SCALE / 2 if call == CLIPPED_MASTERS else None
     what = f"{call}, {case.name}"
     assert_parity(weights, gradients, limit, what)
     sides = sides_over(weights, NoOptimizer, limit)
-
-    def timer(contender: Contender, calls: range) -> float:
-        side, seconds = sides[contender.provider], 0.0
-        for _ in calls:
-            backward(side, gradients)
-            start = time.perf_counter()
-            side.step()
-            seconds += time.perf_counter() - start
-            side.zero_grad()
-        return seconds / len(calls)
-
-    contenders = [Contender(call, name, lambda number: None) for name in sides]
-    # One step of each side in a round.
-    effort = replace(on.effort, sample_s=0.0)
-    samples = interleave(contenders, effort, cycle=1, timer=timer)
+    steps = {(call, name): side.timed_step for name, side in sides.items()}
+    subject = Subject("masters", case, DTYPE)
+    rows = subject.time(steps, on, timer=lambda step, numbers: step(gradients))
     for name, side in sides.items():
         assert_same(side.parameters, weights, f"{what}, by {name}, after it was timed")
         if side.scaler.get_scale() != SCALE:
             raise AssertionError(f"{what}, by {name}: a step was skipped while timed")
-    return Measured(Timed("masters", case, DTYPE, contenders, samples).rows())
+    return Measured(rows)
 
 
 def assert_parity(
@@ -173,16 +142,14 @@ def assert_parity(
     bad[-1].view(-1)[-1] = math.inf
     for number in range(PARITY_STEPS):
         for name, side in sides.items():
-            backward(side, bad if number == BAD_STEP else gradients)
-            side.step()
-            side.zero_grad()
-            where, masters = f"{what}, by {name}, step {number}", side.masters()
+            side.timed_step(bad if number == BAD_STEP else gradients)
+            where = f"{what}, by {name}, step {number}"
+            masters, torchs = ([each.detach() for each in of.masters] for of in (side, theirs))
             states = scaler_state(side.scaler), scaler_state(theirs.scaler)
             assert_same(*states, f"scale of {where}")
             rounded = [each.to(DTYPE) for each in masters]
             assert_same(side.parameters, rounded, f"parameters of {where}")
             if limit is None:
-                assert_same(masters, theirs.masters(), f"master weights of {where}")
-                continue
-            for our, their in zip(masters, theirs.masters(), strict=True):
+                assert_same(masters, torchs, f"master weights of {where}")
+            for our, their in zip(masters, torchs, strict=True):
                 torch.testing.assert_close(our, their, rtol=CLIP_TOLERANCE, atol=0)

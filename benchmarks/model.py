@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +13,11 @@ import torch
 from ampfast.backends import core, gpu
 from ampfast.backends.core import Factor, Pass
 
-from . import pages, tables
-from .cases import CASES, GradCase
+from . import tables
+from .cases import CASES, GradCase, dtype_name
 from .decisive import LISTS, SUBJECT
 from .providers import CHECK, UNSCALE
-from .results import Results, Row, write_whole
-from .timing import dtype_name
+from .results import Results
 
 PAGE = "docs/kernels.md"
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
@@ -35,7 +34,6 @@ PASSES = {
     CHECK: Pass(False, Factor.NONE),
     UNSCALE: Pass(True, Factor.TIMES_RECIPROCAL, torch.ones(())),
 }
-MODELLED = [(name, dtype) for name, dtype, paths in LISTS if CHECK in paths]
 
 
 @dataclass
@@ -103,29 +101,18 @@ def _torch(case: GradCase, dtype: torch.dtype, tensors: int, blocks: int) -> str
 
 def block(results: Sequence[Results]) -> str:
     """Tables of the model, with the measurements of the newest results from a GPU, if any."""
-    of_gpus = [each for each in results if each.machine.get("gpu") and _rows(each)]
+    of_gpus = [each for each in results if each.machine.get("gpu")]
+    of_gpus = [each for each in of_gpus if any(row.subject == SUBJECT for row in each.rows)]
     newest = max(of_gpus, key=lambda each: each.date, default=None)
     counts, times = [], []
-    for name, dtype in MODELLED:
-        for call in (CHECK, UNSCALE):
-            case, counted = CASES[name], cost(CASES[name], dtype, call)
-            place = (f"{name}, {dtype_name(dtype)}", call)
-            counts.append(
-                (
-                    *place,
-                    *(f"{len(case.shapes):,}", f"{counted.launches}"),
-                    f"{counted.bytes / 1e6:,.1f} MB",
-                    f"{counted.table_bytes / 1e3:,.1f} kB",
-                )
-            )
-            times.append(
-                (
-                    *place,
-                    f"{counted.seconds * 1e6:,.1f} us",
-                    *(_torch(case, dtype, *most) for most in TORCH_LAUNCHES.values()),
-                    _measured(newest, (name, dtype_name(dtype), call)),
-                )
-            )
+    for (name, dtype), call in itertools.product(LISTS, PASSES):
+        case, counted = CASES[name], cost(CASES[name], dtype, call)
+        place = (f"{name}, {dtype_name(dtype)}", call)
+        moved = f"{counted.bytes / 1e6:,.1f} MB", f"{counted.table_bytes / 1e3:,.1f} kB"
+        counts.append((*place, f"{len(case.shapes):,}", f"{counted.launches}", *moved))
+        torchs = (_torch(case, dtype, *most) for most in TORCH_LAUNCHES.values())
+        expected = f"{counted.seconds * 1e6:,.1f} us"
+        times.append((*place, expected, *torchs, _measured(newest, name, dtype, call)))
     header = ("list", "pass", "tensors", "launches", "bytes", "table")
     names = ("list", "pass", "expected", *TORCH_LAUNCHES, "measured")
     parts = [
@@ -139,30 +126,12 @@ def block(results: Sequence[Results]) -> str:
     return "\n\n".join(parts)
 
 
-def _rows(results: Results) -> list[Row]:
-    return [row for row in results.rows if row.subject == SUBJECT and row.ms]
-
-
-def _measured(results: Results | None, wanted: tuple[str, str, str]) -> str:
+def _measured(results: Results | None, name: str, dtype: torch.dtype, call: str) -> str:
     """The faster backend's median."""
-    found = [
-        (row.ms.p50, row.side.removeprefix("ampfast, "))
-        for row in (_rows(results) if results else ())
-        if row.side not in tables.OTHERS
-        if (row.case.removesuffix(", cold"), row.dtype, row.call) == wanted
-    ]
-    if not found:
+    wanted = {(SUBJECT, case, dtype_name(dtype), call) for case in (name, f"{name}, cold")}
+    rows = results.rows if results else []
+    rows = [row for row in rows if row.name[:4] in wanted and row.side not in tables.OTHERS]
+    if not rows:
         return tables.NOT_MEASURED
-    ms, side = min(found)
-    return f"{tables.number(1e3 * ms)} us, {side}"
-
-
-def committed(folder: Path) -> list[Results]:
-    """All results in a repository."""
-    return [Results.read(file) for file in sorted((folder / pages.RESULTS).glob("*.json"))]
-
-
-def write(folder: Path) -> None:
-    """Renews the table in the documentation of a repository."""
-    page = folder / PAGE
-    write_whole(page, pages.with_block(page, block(committed(folder))))
+    row = min(rows, key=lambda row: row.ms.p50)
+    return f"{tables.number(1e3 * row.ms.p50)} us, {row.side.removeprefix('ampfast, ')}"

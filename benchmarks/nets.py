@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from .cases import GradCase
+from .results import Row
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Module with its batch and autocast dtype."""
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+    def loss(self) -> Tensor:
+        """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
+        with torch.autocast(self.inputs[0].device.type, self.dtype):
+            return self.module(*self.inputs)
 
 
 @dataclass(frozen=True)
@@ -20,19 +37,27 @@ class Net:
     inputs: Callable[[], tuple[Tensor, ...]]
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, float]
-    step_bytes: int = 1 << 30  # besides parameters, gradients and optimizer state
 
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the parameters, without allocating any."""
+    def case(self) -> GradCase:
+        """Shapes of the gradients, without allocating any."""
         with torch.device("meta"):
-            return tuple(tuple(parameter.shape) for parameter in self.build().parameters())
+            shapes = tuple(tuple(parameter.shape) for parameter in self.build().parameters())
+        return GradCase(self.name, shapes)
 
-    def made(self, device: torch.device) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def sized(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with numbers of parameters and their elements."""
+        case = self.case()
+        sizes = {"tensors": len(case.shapes), "elements": case.elements}
+        return [replace(row, **sizes) for row in rows]
+
+    def lesson(self, device: torch.device) -> Lesson:
         """Module and batch on a device, the same each time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module, inputs = self.build(), self.inputs()
-        return module.to(device), tuple(tensor.to(device) for tensor in inputs)
+        # Most CPUs have no float16 arithmetic.
+        dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+        return Lesson(module.to(device), tuple(tensor.to(device) for tensor in inputs), dtype)
 
 
 def nets(device: torch.device) -> list[Net]:
@@ -66,19 +91,13 @@ def conv_net() -> Net:
     return Net(
         "conv net",
         lambda: _Classifier(
-            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-            *(nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+            *(*_convolution(1, 16, 3), nn.ReLU(), *_convolution(16, 32, 3, 2), nn.ReLU()),
             *(nn.Flatten(), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
         ),
         lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,))),
         torch.optim.AdamW,
         {"lr": 1e-4},
     )
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype:
-    """16-bit dtype to train with; most CPUs have no float16 arithmetic."""
-    return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 class _Perceptron(nn.Module):
@@ -130,8 +149,6 @@ def _gpt2(name: str, width: int, heads: int, vocabulary: int, length: int, batch
         lambda: (torch.randint(vocabulary, (batch, length)),),
         torch.optim.AdamW,
         {"lr": 1e-4},
-        # Scores in 16 and 32 bits, their gradients, and saved activations.
-        (1 << 30) + 20 * batch * length * (vocabulary + 12 * 16 * width),
     )
 
 
@@ -141,7 +158,7 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[
 
 
 class _Bottleneck(nn.Module):
-    """Three convolutions with a shortcut."""
+    """He et al. 2015: three convolutions with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -159,27 +176,23 @@ class _Bottleneck(nn.Module):
         return functional.relu(self.through(x) + self.around(x))
 
 
-def _residual(width: int, classes: int) -> nn.Module:
-    """He et al. 2015, 50 layers."""
-    layers = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    inputs = width
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            stride = 2 if stage and not block else 1
-            layers.append(_Bottleneck(inputs, width << stage, stride))
-            inputs = 4 * (width << stage)
-    return _Classifier(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-
-
 def _resnet50(name: str, width: int, classes: int, pixels: int, batch: int) -> Net:
+    def build() -> nn.Module:
+        layers, inputs = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], width
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                layers.append(_Bottleneck(inputs, width << stage, stride))
+                inputs = 4 * (width << stage)
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)
+        return _Classifier(*layers, *head)
+
     return Net(
         name,
-        functools.partial(_residual, width, classes),
+        build,
         lambda: (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,))),
         torch.optim.SGD,
         {"lr": 0.01, "momentum": 0.9},
-        # Some 250 values per pixel, of up to 4 bytes, and their gradients.
-        (1 << 30) + 2000 * batch * pixels * pixels,
     )
 
 

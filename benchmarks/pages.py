@@ -18,18 +18,24 @@ README, DOCS, FULL = "README.md", "docs/benchmarks.md", "docs/benchmarks_full.md
 # Nothing else is kept there.
 PICTURES = "docs/measured"
 RESULTS = "benchmarks/results"
-# To show in README.md.
-LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
-# To show in docs/benchmarks.md, too, by what is told of each.
-MORE_ROWS = {
+LOOPS = {"conv net": 10, "perceptron 31x32, batch 64": 62, "perceptron 3x512, batch 128": 6}
+NETS = {"gpt2, width 96 of 768": "AdamW", "resnet50, width 16 of 64": "SGD"}
+NETS["dlrm, 500 tables"] = "SGD"
+# Rows of README.md by what is told of each; and those that docs/benchmarks.md shows, too.
+README_ROWS = {
+    f"scaler alone: {case}, {count} parameters, schedule": ("loops", case, "AdamW, schedule")
+    for case, count in LOOPS.items()
+} | {
+    f"whole step, clipped: {net}, {call}": ("training", net, f"{call}, clip by the scaler")
+    for net, call in NETS.items()
+}
+DOCS_ROWS = README_ROWS | {
     "whole step, the import alone: gpt2, width 96 of 768, AdamW": (
-        *("training", "gpt2, width 96 of 768", "bfloat16", "AdamW"),
+        *("training", "gpt2, width 96 of 768", "AdamW"),
     ),
-    "unscale and clip: gradients of BERT-base, float32": ("clip", "bert_base", "float32", "clip"),
-    "check: gradients of BERT-base, float32": ("kernels", "bert_base", "float32", "check"),
-    "scaler with torch's ops as the backend: 62 parameters": (
-        *("aten", "62x4", "float32", "full step"),
-    ),
+    "unscale and clip: gradients of BERT-base, float32": ("clip", "bert_base", "clip"),
+    "check: gradients of BERT-base, float32": ("kernels", "bert_base", "check"),
+    "scaler with torch's ops as the backend: 62 parameters": ("aten", "62x4", "full step"),
 }
 
 
@@ -41,11 +47,7 @@ def write_report(results: Results, folder: Path) -> Path:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("report.html.jinja").render(
         results=results,
-        sentences=[
-            tables.score(results),
-            tables.gain_of_the_import(results),
-            tables.gain_of_clipping(results),
-        ],
+        sentences=tables.sentences(results),
         pictures=list(zip(figures, drawn, strict=True)),
         tables=tables.of(results),
     )
@@ -55,81 +57,49 @@ def write_report(results: Results, folder: Path) -> Path:
     return folder / REPORT
 
 
-def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
-    """torch's row and ampfast's of each real loop with plain AdamW, by its case."""
-    both = tables.pairs(tables.usual_loops(results.rows), "loops")
-    return {row.case: (theirs, row) for theirs, row in both if not row.call.startswith("fused")}
-
-
 def readme_block(results: Results) -> str:
     """What clipping gains, real loops, steps that clip, and how it was measured."""
-    table = _main_table("time under bfloat16 of", _main_lines(results))
+    table = _main_table("time under bfloat16 of", README_ROWS, results)
     return "\n\n".join((tables.gain_of_clipping(results), table, _heading(results, f"{RESULTS}/")))
-
-
-def _main_table(of: str, lines: list[tuple[str, ...]]) -> str:
-    header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
-    return tables.Table("", "", "", header, lines, 1).markdown()
-
-
-def _main_lines(results: Results) -> list[tuple[str, ...]]:
-    """Lines of real loops, and of steps that clip."""
-    rows = loops_of(results)
-    lines = []
-    for case in LOOPS:
-        theirs, ours = rows.get(case, (None, None))
-        told = case
-        if ours is not None:
-            _, *schedule = ours.call.split(", ")
-            told = ", ".join((case, f"{ours.tensors} parameters", *schedule))
-        cells = [_cell(row and row.host_us, "us") for row in (theirs, ours)]
-        lines.append((f"scaler alone: {told}", "-", *cells, _times(ours)))
-    return lines + clipped_steps(results)
-
-
-def _cell(spread: tuple[float, float, float] | None, unit: str) -> str:
-    return f"{tables.number(spread[1])} {unit}" if spread else tables.NOT_MEASURED
-
-
-def clipped_steps(results: Results) -> list[tuple[str, ...]]:
-    """Lines of whole steps that torch clips, without a scaler and with its own, or ampfast's."""
-    at = {row.name: row for row in results.rows if row.subject == "training" and row.ms}
-    lines = []
-    for ours in at.values():
-        if ours.replaces and "fused" not in ours.call:
-            place = ("training", ours.case, ours.dtype, ours.replaces)
-            sides = (at.get((*place, tables.NO_SCALER)), at.get((*place, "torch")), ours)
-            told = f"whole step, clipped: {ours.case}, {ours.replaces.removesuffix(', clip')}"
-            cells = [_cell(row and row.ms, "ms") for row in sides]
-            lines.append((told, *cells, _times(ours)))
-    return lines
 
 
 def docs_block(results: Results) -> str:
     """A picture, ten rows, what whole steps gain, and how it was measured."""
-    at = {row.name: row for row in results.rows}
-    lines = _main_lines(results)
-    for told, name in MORE_ROWS.items():
-        none, theirs = (at.get((*name, side)) for side in (tables.NO_SCALER, "torch"))
-        ours = at.get((*name, "ampfast")) or at.get((*name, "ampfast, aten"))
-        cells = [_time(row) for row in (theirs, ours)]
-        lines.append((told, _time(none) if none else "-", *cells, _times(ours)))
     parts = (
         f"![{tables.SUBJECTS['loops'][0]}](measured/loops.svg)",
-        _main_table("time of", lines),
+        _main_table("time of", DOCS_ROWS, results),
         f"{tables.gain_of_the_import(results)} {tables.gain_of_clipping(results)}",
         _heading(results, f"../{RESULTS}/"),
     )
     return "\n\n".join(parts)
 
 
-def _times(row: Row | None) -> str:
-    return tables.times(row and row.vs_torch)
+def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Results) -> str:
+    """Times without a scaler, if any, with torch's and with ampfast's, of equal calls."""
+    at = {(row.subject, row.case, row.call, row.side): row for row in _main_rows(results)}
+    lines = []
+    for told, (*place, call) in shown.items():
+        ours = at.get((*place, call, "ampfast")) or at.get((*place, call, "ampfast, aten"))
+        call = (ours and ours.replaces) or call
+        none, theirs = (at.get((*place, call, side)) for side in (tables.NO_SCALER, "torch"))
+        cells = (_time(none) if none else "-", _time(theirs), _time(ours))
+        lines.append((told, *cells, tables.times(ours and ours.vs_torch)))
+    header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
+    return tables.Table("", "", "", header, lines, 1).markdown()
+
+
+def _main_rows(results: Results) -> list[Row]:
+    """Rows of bfloat16 nets and of float32 gradients."""
+    nets = ("loops", "training")
+    dtypes = {name: "bfloat16" if name in nets else "float32" for name in tables.SUBJECTS}
+    return [row for row in results.rows if row.dtype == dtypes[row.subject]]
 
 
 def _time(row: Row | None) -> str:
     """Median of a row, of the device or, where there is none, of the host."""
-    return _cell(row.ms, "ms") if row and row.ms else _cell(row and row.host_us, "us")
+    for unit, value in tables.times_of(row).items() if row else ():
+        return f"{tables.number(value)} {unit}"
+    return tables.NOT_MEASURED
 
 
 def full_block(results: Results) -> str:
@@ -138,7 +108,7 @@ def full_block(results: Results) -> str:
     parts = [_heading(results, f"../{RESULTS}/")]
     drawn = pictures.draw(results)
     shown = set()
-    for table in tables.for_pages(results):
+    for table in tables.of(results):
         name = names.get(table.subject, table.subject)
         if name not in shown:
             image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
@@ -148,11 +118,8 @@ def full_block(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-PAGES: dict[str, Callable[[Results], str]] = {
-    README: readme_block,
-    DOCS: docs_block,
-    FULL: full_block,
-}
+PAGES: dict[str, Callable[[Results], str]]
+PAGES = {README: readme_block, DOCS: docs_block, FULL: full_block}
 
 
 def file_name(results: Results) -> str:
@@ -162,20 +129,24 @@ def file_name(results: Results) -> str:
     return f"{short}-torch{results.torch.split('+')[0]}-{results.date[:10]}.json"
 
 
+def committed(folder: Path) -> list[Results]:
+    """All results in a repository."""
+    return [Results.read(file) for file in sorted((folder / RESULTS).glob("*.json"))]
+
+
 def write_pages(folder: Path, file: Path) -> None:
     """Writes a result file's figures into all pages, its pictures, and the file itself."""
     results = Results.read(file)
-    if missing := [case for case in LOOPS if case not in loops_of(results)]:
-        raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")
-    texts = {page: with_block(folder / page, block(results)) for page, block in PAGES.items()}
+    if tables.NOT_MEASURED in readme_block(results):
+        raise ValueError(f"{file} lacks rows that {README} shows")
     old = [split(folder / page)[1] for page in PAGES]
     earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
     figures = pictures.draw(results)
     (folder / RESULTS).mkdir(parents=True, exist_ok=True)
     results.write(folder / RESULTS / file_name(results))
     pictures.write(figures, folder / PICTURES, png=False)
-    for page, text in texts.items():
-        write_whole(folder / page, text)
+    for page, block in PAGES.items():
+        write_block(folder / page, block(results))
     for name in earlier - {file_name(results)}:
         (folder / RESULTS / name).unlink(missing_ok=True)
 
@@ -190,10 +161,10 @@ def split(page: Path) -> tuple[str, str, str]:
     return before, block, after
 
 
-def with_block(page: Path, block: str) -> str:
-    """Text of a page with another block between its markers."""
+def write_block(page: Path, block: str) -> None:
+    """Writes another block between the markers of a page."""
     before, _, after = split(page)
-    return f"{before}{START}\n{block}\n{END}{after}"
+    write_whole(page, f"{before}{START}\n{block}\n{END}{after}")
 
 
 def _heading(results: Results, folder: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .providers import UNSCALE
 from .results import Results, Row, write_whole
-from .tables import NO_SCALER, faster, percent, usual_loops
+from .tables import NO_SCALER, faster, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,90 +30,58 @@ STYLE = {
 }
 
 
-class Bar(NamedTuple):
-    """Bar of a group, with 20th and 80th percentile, and `mark`, a length to compare with."""
-
-    group: str
-    value: float
-    label: str
-    low: float
-    high: float
-    mark: float | None = None
-
-
-def own_time(row: Row) -> Bar:
-    return _time(row, f"{row.case}\n{row.tensors} parameters, {row.call}")
-
-
-def warm_time(row: Row) -> Bar | None:
-    group = f"{row.case.partition('x')[0]} parameters\n{row.call}"
-    return None if row.replaces else _time(row, group)
-
-
-def _time(row: Row, group: str) -> Bar:
-    low, middle, high = row.host_us
-    speed = "" if row.vs_torch is None else f" ({faster(row.vs_torch)})"
-    return Bar(group, middle, f"{middle:,.0f}{speed}", low, high)
-
-
-def throughput(row: Row) -> Bar | None:
-    if row.call != UNSCALE or row.dtype != "float32" or not row.gb_s:
-        return None
-    label = percent(row.percent_of_copy)
-    return Bar(row.case, row.gb_s, label, *_inverted(row, row.gb_s), row.copy_gb_s)
-
-
-def over_none(row: Row) -> Bar | None:
-    if not row.over_none or row.side == NO_SCALER:
-        return None
-    ends = (row.over_none * each / row.ms.p50 for each in (row.ms.p20, row.ms.p80))
-    return Bar(f"{row.case}\n{row.call}", row.over_none, f"{row.over_none:.3f}", *ends)
-
-
-def speedup(row: Row) -> Bar | None:
-    if not row.vs_torch or row.dtype != "float32":
-        return None
-    ends = _inverted(row, row.vs_torch)
-    return Bar(f"{row.case}\n{row.call}", row.vs_torch, faster(row.vs_torch), *ends)
-
-
-def _inverted(row: Row, value: float) -> tuple[float, float]:
-    """Spread of a figure that falls as the row's own time grows."""
-    return value * row.ms.p50 / row.ms.p80, value * row.ms.p50 / row.ms.p20
-
-
 class Chart(NamedTuple):
-    """Horizontal bars of the rows of a subject, with a vertical line at `line`."""
+    """Horizontal bars of the rows of a subject that have a value, with a line at `line`."""
 
     subject: str
     title: str
     axis: str
-    bar: Callable[[Row], Bar | None]
+    value: Callable[[Row], float | None]
+    label: Callable[[Row], str]
+    group: Callable[[Row], str] = lambda row: f"{row.case}\n{row.call}"
+    is_rate: bool = False  # falls as the row's own time grows
     line: float | None = None
+
+
+def _host_time(row: Row) -> str:
+    speed = "" if row.vs_torch is None else f" ({faster(row.vs_torch)})"
+    return f"{row.host_us.p50:,.0f}{speed}"
 
 
 # The most informative first.
 CHARTS = {
     "loops": Chart(
-        *("loops", "Scaler's own time in training loops"),
-        *("microseconds a step; lower is better", own_time),
+        *("loops", "Scaler's own time in training loops", "microseconds a step; lower is better"),
+        *(lambda row: row.host_us.p50 if "schedule" in row.call else None, _host_time),
+        lambda row: f"{row.case}\n{row.tensors} parameters, {row.call}",
     ),
     "host": Chart(
-        *("host", "Host time of the scaler's calls, warm"),
-        *("microseconds; lower is better", warm_time),
+        *("host", "Host time of the scaler's calls, warm", "microseconds; lower is better"),
+        *(lambda row: None if row.replaces else row.host_us.p50, _host_time),
+        lambda row: f"{row.case.partition('x')[0]} parameters\n{row.call}",
     ),
     "throughput": Chart(
         *("kernels", "Throughput of unscale_, float32"),
         "GB/s; percent of a copy, whose bandwidth is the black mark; higher is better",
-        throughput,
+        lambda row: row.gb_s if (row.call, row.dtype) == (UNSCALE, "float32") else None,
+        lambda row: percent(row.percent_of_copy),
+        lambda row: row.case,
+        is_rate=True,
     ),
     "training": Chart(
         *("training", "Whole training steps"),
-        *("time over that without a scaler (the line); lower is better", over_none, 1.0),
+        "time over that without a scaler (the line); lower is better",
+        lambda row: None if row.side == NO_SCALER else row.over_none,
+        lambda row: f"{row.over_none:.3f}",
+        line=1.0,
     ),
     "clip": Chart(
         *("clip", "Unscaling and clipping, float32"),
-        *("times as fast as torch (the line); higher is better", speedup, 1.0),
+        "times as fast as torch (the line); higher is better",
+        lambda row: row.vs_torch if row.dtype == "float32" else None,
+        lambda row: faster(row.vs_torch),
+        is_rate=True,
+        line=1.0,
     ),
 }
 
@@ -180,34 +148,37 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
 
 def _bars(chart: Chart, results: Results) -> Figure | None:
     rows = [row for row in results.rows if row.subject == chart.subject]
-    rows = usual_loops(rows) if chart.subject == "loops" else rows
-    bars = [(row.side, bar) for row in rows if (bar := chart.bar(row))]
-    if not bars:
+    rows = [row for row in rows if chart.value(row)]
+    if not rows:
         return None
     from matplotlib.figure import Figure
 
-    colours = _colours([side for side, _ in bars])
-    groups = list(dict.fromkeys(bar.group for _, bar in bars))
-    figure = Figure(figsize=(8, 1.3 + 0.2 * len(bars) + 0.18 * len(groups)), layout="constrained")
+    colours = _colours([row.side for row in rows])
+    groups = list(dict.fromkeys(map(chart.group, rows)))
+    figure = Figure(figsize=(8, 1.3 + 0.2 * len(rows) + 0.18 * len(groups)), layout="constrained")
     axes = figure.subplots()
     position, centres = 0.0, []
     for group in groups:
-        here = [(side, bar) for side, bar in bars if bar.group == group]
+        here = [row for row in rows if chart.group(row) == group]
         centres.append(position + (len(here) - 1) / 2)
-        for side, bar in here:
-            axes.barh(position, bar.value, 0.9, color=colours[side])
-            ends = [[bar.value - bar.low], [bar.high - bar.value]]
-            axes.errorbar(bar.value, position, xerr=ends, fmt="none", ecolor="k", elinewidth=1)
+        for row in here:
+            value, time = chart.value(row), row.ms or row.host_us
+            ends = [value * time.p20 / time.p50, value * time.p80 / time.p50]
+            if chart.is_rate:
+                ends = [value * time.p50 / time.p80, value * time.p50 / time.p20]
+            axes.barh(position, value, 0.9, color=colours[row.side])
+            distances = [[value - ends[0]], [ends[1] - value]]
+            axes.errorbar(value, position, xerr=distances, fmt="none", ecolor="k", elinewidth=1)
             axes.annotate(
-                *(bar.label, (bar.high, position), (4, 0)),
+                *(chart.label(row), (ends[1], position), (4, 0)),
                 textcoords="offset points",
                 va="center",
                 fontsize=8,
                 # Above the line.
                 bbox={"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8},
             )
-            if bar.mark is not None:
-                axes.plot([bar.mark] * 2, [position - 0.45, position + 0.45], "k", lw=2)
+            if row.copy_gb_s is not None:
+                axes.plot([row.copy_gb_s] * 2, [position - 0.45, position + 0.45], "k", lw=2)
             position += 1
         position += 0.8
     axes.set_yticks(centres, groups, fontsize=8)

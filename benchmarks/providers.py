@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +14,14 @@ from torch import Tensor
 from ampfast import backends, functional
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
-from ampfast.backends.gpu import DeviceKernels
 
 from .timing import assert_same
 
 CHECK, UNSCALE, UPDATE = PATHS = ("check", "unscale", "unscale+update")
-# A check with the 2-norm; and, of `torch_calls` and `launches` alone, that and a multiplication by
-# the clip coefficient, which is 1.
-NORM, CLIP = "norm", "norm and clip"
-# A copy, one whose reads and writes together are as many bytes as a check reads, and the largest
-# value of memory in one piece.
-COPY, HALF_COPY, READ = "copy", "copy of half", "read"
+# A check with the 2-norm.
+NORM = "norm"
+# In one piece; and one whose reads and writes together are as many bytes as a check reads.
+COPY, HALF_COPY = "copy", "copy of half"
 # Comma-separated backends to leave out, such as those whose results were wrong before.
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 
@@ -37,7 +32,6 @@ FACTORS = (2.0, 0.5, 2**31 - 1)
 THIRD = 1 / 3
 # Relative tolerance of a norm, as docs/kernels.md has it.
 NORM_TOLERANCE = 3e-7
-PIECE = 1 << 26
 
 Gradients = list[Tensor]
 
@@ -48,14 +42,13 @@ def moved_bytes(path: str, list_bytes: int) -> int:
     """Bytes that a path must at least move for N elements of b bytes.
 
     A check reads the list, b*N, and can take the norm on the way. Unscaling also writes as much,
-    2*b*N, and can update the scale on the way; so does a copy. Clipping needs the norm first.
+    2*b*N, and can update the scale on the way; so does a copy.
     """
-    passes = {CHECK: 1, HALF_COPY: 1, NORM: 1, READ: 1, CLIP: 3}
+    passes = {CHECK: 1, HALF_COPY: 1, NORM: 1}
     return passes.get(path, 2) * list_bytes
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """Scalars beside the gradients; pairs are used in turn, so that values do not drift.
 
     Values are halved in one turn and doubled in the next: an inverse scale of 1 might skip the
@@ -64,32 +57,23 @@ class Scalars:
 
     found_inf: Tensor
     one: Tensor
-    inverses: tuple[Tensor, Tensor]
-    scales: tuple[Tensor, Tensor]
-    trackers: tuple[Tensor, Tensor]
+    inverses: list[Tensor]
+    scales: list[Tensor]
+    trackers: list[Tensor]
 
     @classmethod
     def make(cls, device: torch.device, inverse: float = 0.5) -> Scalars:
-        values = [torch.tensor(v, device=device) for v in (0.0, 1.0, inverse, 1 / inverse)]
-        found_inf, one, less, more = values
-        trackers = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(2)]
-        scales = (more.clone(), less.clone())
-        return cls(found_inf, one, (less, more), scales, (trackers[0], trackers[1]))
+        make, pair = functools.partial(torch.tensor, device=device), (inverse, 1 / inverse)
+        trackers = [make(0, dtype=torch.int32) for _ in pair]
+        return cls(make(0.0), make(1.0), [*map(make, pair)], [*map(make, pair[::-1])], trackers)
 
 
-@dataclass(frozen=True)
-class Calls:
+class Calls(NamedTuple):
     """Calls of a provider, given what `prepare` makes of a list, and the turn, 0 or 1."""
 
     provider: str
     prepare: Callable[[Gradients], Any]
     paths: dict[str, Callable[[Any, int], Any]]
-
-    def around(self) -> AbstractContextManager[object]:
-        """Context that makes a backend the default of the functional calls."""
-        if self.provider == "torch":
-            return nullcontext()
-        return mock.patch.dict(os.environ, AMPFAST_BACKEND=self.provider)
 
 
 def available(device: torch.device) -> tuple[list[str], list[str]]:
@@ -99,12 +83,13 @@ def available(device: torch.device) -> tuple[list[str], list[str]]:
     names, reasons = [], []
     without = os.environ.get(WITHOUT, "").split(",")
     for report in backends.report():
-        if device.type in report.device_types:
-            reason = f"{WITHOUT} names it" if report.name in without else report.reason
-            if report.available and report.name not in without:
-                names.append(report.name)
-            else:
-                reasons.append(f"{report.name}: not measured, {reason}")
+        reason = f"{WITHOUT} names it" if report.name in without else report.reason
+        if device.type not in report.device_types:
+            continue
+        if report.available and report.name not in without:
+            names.append(report.name)
+        else:
+            reasons.append(f"{report.name}: not measured, {reason}")
     return names, reasons
 
 
@@ -118,57 +103,46 @@ def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def torch_calls(scalars: Scalars) -> Calls:
-    """torch's op, and the calls around it."""
+def calls_of(provider: str, scalars: Scalars, unscale: Any, check: Any, update: Any) -> Calls:
+    """Calls of functions like torch's; the inverse is given: its scaler computes it by kernels."""
     s = scalars
 
-    def unscale(gradients: Gradients, turn: int) -> None:
-        _torch_unscale_(gradients, s.found_inf, s.inverses[turn])
-
     def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        # The inverse is given; the scaler computes it with three kernels.
-        unscale(gradients, turn)
-        torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
-
-    def clip(gradients: Gradients, turn: int) -> None:
-        # As torch's clip_grad_norm_ without a limit, where it multiplies, too.
-        norm = torch.nn.utils.get_total_norm(gradients)
-        torch._foreach_mul_(gradients, torch.clamp(math.inf / (norm + 1e-6), max=1.0))
+        unscale(gradients, s.found_inf, s.inverses[turn])
+        update(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
     paths = {
-        CHECK: lambda gradients, turn: _torch_unscale_(gradients, s.found_inf, s.one),
-        UNSCALE: unscale,
+        CHECK: lambda gradients, turn: check(gradients, s.found_inf),
+        UNSCALE: lambda gradients, turn: unscale(gradients, s.found_inf, s.inverses[turn]),
         UPDATE: unscale_and_update,
-        NORM: lambda gradients, turn: torch.nn.utils.get_total_norm(gradients),
-        CLIP: clip,
     }
-    return Calls("torch", lambda gradients: gradients, paths)
+    return Calls(provider, lambda gradients: gradients, paths)
+
+
+def torch_calls(scalars: Scalars) -> Calls:
+    """torch's op, and the calls around it."""
+
+    def check(gradients: Gradients, found_inf: Tensor) -> None:
+        _torch_unscale_(gradients, found_inf, scalars.one)
+
+    calls = calls_of("torch", scalars, _torch_unscale_, check, torch._amp_update_scale_)
+    calls.paths[NORM] = lambda gradients, turn: torch.nn.utils.get_total_norm(gradients)
+    return calls
 
 
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     """ampfast's functional calls, and a norm, which is returned as its square."""
-    s = scalars
+    f, run = functional, backends.choose(name).kernels_for(device).run
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    run = backends.choose(name).kernels_for(device).run
-
-    def unscale(gradients: Gradients, turn: int) -> None:
-        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
-
-    def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        unscale(gradients, turn)
-        functional.update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
     def norm(gradients: Gradients, turn: int) -> Tensor:
-        run(listed(gradients), Pass(False, Factor.TIMES, s.inverses[turn], s.found_inf, sums=sums))
+        inverse, found_inf = scalars.inverses[turn], scalars.found_inf
+        run(listed(gradients), Pass(False, Factor.TIMES, inverse, found_inf, sums=sums))
         return sums[0]
 
-    paths = {
-        CHECK: lambda gradients, turn: functional.check_(gradients, s.found_inf),
-        UNSCALE: unscale,
-        UPDATE: unscale_and_update,
-        NORM: norm,
-    }
-    return Calls(name, lambda gradients: gradients, paths)
+    calls = calls_of(name, scalars, f.unscale_, f.check_, f.update_scale_)
+    calls.paths[NORM] = norm
+    return calls
 
 
 def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
@@ -177,11 +151,11 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     Graphs capture these, since a whole call would include the upload of the table, which happens
     only when an address has changed.
     """
-    s, kernels = scalars, device_kernels(name, device)
+    s = scalars
+    kernels: Any = backends.choose(name).kernels_for(device)
     updates = [Update(*pair, [], *FACTORS) for pair in zip(s.scales, s.trackers, strict=True)]
     endings = [kernels.ending(update) for update in updates]
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
-    limits = core.Clip(sums, math.inf, False, torch.zeros((), device=device), sums.new_zeros(()))
     inverse = Factor.TIMES_RECIPROCAL
 
     def table(gradients: Gradients) -> core.DeviceTable:
@@ -191,20 +165,14 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     def launch(table: core.DeviceTable, write: bool, how: Factor, factor: Any, **more: Any) -> None:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
-        with on_device(device):
-            kernels._launcher.multi_tensor(
-                Pass(write, how, factor, s.found_inf, **more), table, segment, True
-            )
+        work = Pass(write, how, factor, s.found_inf, **more)
+        # Of none on a CPU.
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            kernels._launcher.multi_tensor(work, table, segment, True)
 
     def norm(table: core.DeviceTable, turn: int) -> Tensor:
         launch(table, False, inverse, s.scales[turn], sums=sums[0])
         return sums[0, 0]
-
-    def clip(table: core.DeviceTable, turn: int) -> None:
-        norm(table, turn)
-        with on_device(device):
-            kernels._launcher.clip_coefficient(limits)
-        launch(table, True, inverse, s.scales[turn], coefficient=limits.coefficient)
 
     paths = {
         CHECK: lambda table, turn: launch(table, False, Factor.NONE, None),
@@ -213,20 +181,8 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
             table, True, inverse, s.scales[turn], ending=endings[turn]
         ),
         NORM: norm,
-        CLIP: clip,
     }
     return Calls(name, table, paths)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which launches go to a GPU; of none on a CPU."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-def device_kernels(name: str, device: torch.device) -> DeviceKernels:
-    """Kernels of a backend over tables on a device."""
-    kernels: Any = backends.choose(name).kernels_for(device)
-    return kernels
 
 
 def listed(gradients: Gradients) -> core.GradList:
@@ -239,8 +195,7 @@ def assert_parity(
 ) -> None:
     """Compares paths over copies of finite gradients and of others with torch's op, bit for bit.
 
-    Where torch's op lacks the dtype on that device, elementwise operations take its place. Norms
-    are compared with float64.
+    Norms are compared with float64.
     """
     device = gradients[0].device
     for finite in (True, False):
@@ -255,14 +210,10 @@ def assert_parity(
             ours = Scalars.make(device, THIRD)
             calls = make(ours)
             copies = [gradient.clone() for gradient in gradients]
-            with calls.around():
-                result = calls.paths[path](calls.prepare(copies), 0)
+            result = calls.paths[path](calls.prepare(copies), 0)
             where = f"{path} by {calls.provider}, {what}, {'' if finite else 'not '}all finite"
-            wanted = expected if moved_bytes(path, 1) > 1 else gradients
-            # The coefficient of an infinite norm is not looked at: such a step is skipped.
-            compared = len(copies) if finite or path != CLIP else 0
             assert_same([ours.found_inf], [theirs.found_inf], f"flag of {where}")
-            assert_same(copies[:compared], wanted[:compared], where)
+            assert_same(copies, expected if moved_bytes(path, 1) > 1 else gradients, where)
             if path == UPDATE:
                 found, updated = ([*s.scales, *s.trackers] for s in (ours, theirs))
                 assert_same(found, updated, f"scale and tracker of {where}")
@@ -274,16 +225,15 @@ def assert_parity(
 
 
 def _unscaled(gradients: Gradients, scalars: Scalars) -> Gradients:
-    """Copies unscaled by torch, with its flag, scale and tracker after an update."""
+    """Copies unscaled by torch, with its flag, scale and tracker after an update.
+
+    16-bit values as float32 and rounded, as torch's op does it where it has the dtype.
+    """
     copies = [gradient.clone() for gradient in gradients]
-    if torch_takes(gradients[0].dtype, gradients[0].device):
-        _torch_unscale_(copies, scalars.found_inf, scalars.inverses[0])
-    else:
-        for copy in copies:
-            for piece in copy.view(-1).split(PIECE):
-                piece.copy_(piece.float() * scalars.inverses[0])
-            if not copy.isfinite().all():
-                scalars.found_inf.fill_(1)
+    for copy in copies:
+        wide = copy.float() if copy.itemsize == 2 else copy
+        _torch_unscale_([wide], scalars.found_inf, scalars.inverses[0])
+        copy.copy_(wide)
     scale, tracker = scalars.scales[0], scalars.trackers[0]
     torch._amp_update_scale_(scale, tracker, scalars.found_inf, *FACTORS)
     return copies

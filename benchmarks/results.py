@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 # Version of the files.
 FORMAT = 3
-# Load average, and cores that other programs took, per core, beyond which times are not trusted.
-BUSY, TAKEN = 1.5, 0.1
+# Load average per core beyond which times are not trusted.
+BUSY = 1.5
 
 
 class Spread(NamedTuple):
@@ -42,23 +42,17 @@ class Row:
     # Until the call returns, on a GPU from an empty queue; in a loop the scaler's own time.
     host_us: Spread | None = None
     rounds: int | None = None  # in which all sides took turns
-    # How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one
-    # another; "waits", including the call's wait for the device; "loop", one after another as in
-    # training, where the slower of host and device counts.
+    # How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", one after the other
+    # as in training, where the slower of host and device counts.
     timer: str | None = None
     replaces: str | None = None  # torch's call to compare with, if it has another name
     vs_torch: float | None = None  # torch's time over this one's, the median over rounds
-    host_vs_torch: float | None = None  # the same for host time
     over_none: float | None = None  # time over the same without a scaler, or without tracking
-    list_bytes: int | None = None  # of the gradients
     bytes: int | None = None  # that the call must move, as in `providers.moved_bytes`
     copy_gb_s: float | None = None  # of a copy of as many bytes
     tensors: int | None = None
     elements: int | None = None
     ns_each: float | None = None  # nanoseconds per additional tensor or element
-    parts_us: tuple[float, float, float] | None = None  # own time in `scale`, `step`, `update`
-    share: float | None = None  # of the scaler's own time in the iteration
-    missing: str | None = None  # why it has no figures
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -112,27 +106,18 @@ class Results:
     def caveats(self) -> list[str]:
         """Sentences on what limits these figures."""
         load, cores = self.machine.get("load") or 0.0, self.machine.get("cores") or 1
-        taken = (self.machine.get("cores_of_others") or 0.0) > TAKEN * cores
         failed = sum(note.startswith("FAILED") for note in self.notes)
         return [
             *([] if self.complete else ["The run was not complete; its notes say why."]),
             *([f"{failed} of its parts failed."] if failed else []),
             *([f"The load average was {load:.1f} when it began."] if load > BUSY * cores else []),
-            *([f"{self.during} The machine was BUSY: do not trust the times."] if taken else []),
         ]
-
-    @property
-    def during(self) -> str:
-        """Sentence on what other programs took during the run; empty where it is not known."""
-        others, cores = self.machine.get("cores_of_others"), self.machine.get("cores") or 1
-        return "" if others is None else f"Other programs took {others:.2f} of {cores} cores."
 
     def write(self, path: Path) -> None:
         """Writes the file atomically, a line for each row."""
-        parts = [f'"format":{FORMAT}']
-        for key in (each.name for each in fields(self) if each.name != "rows"):
-            parts.append(f'"{key}":{json.dumps(getattr(self, key))}')
-        rows = (json.dumps(_small(row), separators=(",", ":")) for row in self.rows)
+        about = {"format": FORMAT, **vars(self)}
+        rows = (json.dumps(_small(row), separators=(",", ":")) for row in about.pop("rows"))
+        parts = [f'"{key}":{json.dumps(value)}' for key, value in about.items()]
         parts.append('"rows":[\n' + ",\n".join(rows) + "\n]")
         write_whole(path, "{" + ",\n".join(parts) + "}\n")
 
@@ -166,8 +151,6 @@ def _made(kind: type[Any], content: dict[str, Any]) -> Any:
     for key in ("ms", "host_us"):
         if key in known:
             known[key] = Spread(*known[key])
-    if "parts_us" in known:
-        known["parts_us"] = tuple(known["parts_us"])
     return kind(**known)
 
 

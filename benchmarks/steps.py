@@ -1,8 +1,9 @@
-"""Calls of the scaler over gradients, up to whole steps, beside torch's."""
+"""Calls of the scaler over gradients, clipping and whole steps included, beside torch's."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,34 +12,44 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 import ampfast
 
 from . import providers
-from .cases import GradCase, make_gradients
-from .kernels import QUICK_DTYPES, Lists, chosen, in_turn, lists_in_turn, lists_jobs
-from .results import Row, Spread
-from .timing import (
-    Contender,
-    Job,
-    Measured,
-    Setting,
-    assert_same,
-    dtype_name,
-    ratio,
-    time_contenders,
+from .cases import GradCase, dtype_name, make_gradients
+from .kernels import (
+    MEMORY_OF_LISTS,
+    QUICK_DTYPES,
+    assert_steady,
+    chosen,
+    in_turn,
+    lists_in_turn,
+    lists_jobs,
 )
+from .machine import require_memory
+from .results import Row
+from .timing import Contenders, Job, Measured, Setting, Subject, assert_same
 
 UNSCALE = "unscale_ + update"
-STEP = "full step"
-FUSED_STEP = "full step, fused"
-STEP_AND_UPDATE = "step_and_update"
-FUSED_STEP_AND_UPDATE = "step_and_update, fused"
+STEP, FUSED_STEP = "full step", "full step, fused"
+STEP_AND_UPDATE, FUSED_STEP_AND_UPDATE = "step_and_update", "step_and_update, fused"
+CLIP, DEFERRED_CLIP = CLIPS = ("clip", "clip, in_place=False")
 # Calls without a counterpart in torch are compared with those that they replace.
-REPLACES = {STEP_AND_UPDATE: STEP, FUSED_STEP_AND_UPDATE: FUSED_STEP}
+REPLACES = {STEP_AND_UPDATE: STEP, FUSED_STEP_AND_UPDATE: FUSED_STEP, DEFERRED_CLIP: CLIP}
 PATHS = (STEP, STEP_AND_UPDATE, FUSED_STEP, FUSED_STEP_AND_UPDATE)
 # With a record of each parameter's overflows, beside the same without.
 TRACKED = {f"{path}, overflow": path for path in (UNSCALE, FUSED_STEP)}
+# Calls of the subjects over real lists.
+OVER_LISTS = {
+    "steps": PATHS,
+    "clip": CLIPS,
+    "tracking": [path for pair in TRACKED.items() for path in reversed(pair)],
+}
+# Beyond every norm: gradients are multiplied, but do not drift.
+NO_LIMIT = 1e30
+# Relative.
+NORM_TOLERANCE = 1e-6
 
 # Parameters of small lists, of so few elements that overhead alone remains.
 HOST_PARAMETERS = (1000, 160, 10)
@@ -66,68 +77,45 @@ class NoFusedOptimizer(NoOptimizer):
 
 
 def is_fused(path: str) -> bool:
-    return ", fused" in path
+    """Whether the optimizer unscales, or leaves it to the clipping by either side."""
+    return ", fused" in path or path in CLIPS
 
 
-def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times the scaler's part of a step."""
-    measured = time_calls("steps", PATHS, case, dtype, on, turns=True)
-    if dtype is torch.float16:
-        told = "full step: float16 gradients are unscaled by fused optimizers only"
-        measured.notes.append(told)
-    return measured
-
-
-def small_case(parameters: int) -> GradCase:
-    return GradCase(f"{parameters}x{ELEMENTS}", parameters * ((ELEMENTS,),))
-
-
-def measure_host(parameters: int, paths: Sequence[str], on: Setting) -> Measured:
+def small_job(
+    subject: str, parameters: int, paths: Sequence[str], on: Setting, names: Sequence[str] = ()
+) -> Job:
     """Times calls over small gradients until they return."""
-    return _of_host(time_calls("host", paths, small_case(parameters), torch.float32, on))
-
-
-def measure_aten(parameters: int, on: Setting) -> Measured:
-    """Times plain and fused steps with torch's ops as the backend until they return."""
-    case, paths = small_case(parameters), (STEP, FUSED_STEP)
-    return _of_host(time_calls("aten", paths, case, torch.float32, on, ["aten"]))
-
-
-def _of_host(measured: Measured) -> Measured:
-    """Rows with host time only: on a CPU the call does the work itself."""
-
-    def of_host(row: Row) -> Row:
-        us, faster = row.host_us, row.host_vs_torch
-        if us is None:
-            us, faster = Spread(*(1e3 * ms for ms in row.ms)), row.vs_torch
-        return replace(row, ms=None, timer=None, host_us=us, vs_torch=faster, host_vs_torch=None)
-
-    return replace(measured, rows=list(map(of_host, measured.rows)))
-
-
-def measure_tracking(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times calls of ampfast's scaler with a record of each parameter's overflows and without."""
-    paths = [path for pair in TRACKED.items() for path in reversed(pair)]
-    measured = time_calls("tracking", paths, case, dtype, on, turns=True)
-    ours = [replace(row, vs_torch=None) for row in measured.rows if row.side != "torch"]
-    return replace(measured, rows=ours)
+    case = GradCase(f"{parameters}x{ELEMENTS}", parameters * ((ELEMENTS,),))
+    over = Subject(subject, case, torch.float32, is_host=True)
+    measure = functools.partial(time_calls, over, paths, on, names)
+    return Job(f"{parameters} parameters, {paths[0]}", measure)
 
 
 def host_jobs(on: Setting) -> list[Job]:
     """One job for each number of parameters and kind of step."""
-    return [
-        Job(f"{count} parameters, {paths[0]}", functools.partial(measure_host, count, paths, on))
-        for count in HOST_PARAMETERS
-        for paths in ((UNSCALE,), PATHS[:2], PATHS[2:])
-    ]
+    kinds = ((UNSCALE,), PATHS[:2], PATHS[2:])
+    return [small_job("host", count, each, on) for count in HOST_PARAMETERS for each in kinds]
 
 
 def aten_jobs(on: Setting) -> list[Job]:
-    """One job for each number of parameters."""
-    return [
-        Job(f"{count} parameters", functools.partial(measure_aten, count, on))
-        for count in ATEN_PARAMETERS
-    ]
+    """Plain and fused steps with torch's ops as the backend, for each number of parameters."""
+    paths = STEP, FUSED_STEP
+    return [small_job("aten", count, paths, on, ["aten"]) for count in ATEN_PARAMETERS]
+
+
+def measure(name: str, case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
+    """Times the calls of a subject over a list."""
+    paths, notes = OVER_LISTS[name], []
+    if dtype is torch.float16:
+        # There is no reference.
+        paths = [path for path in paths if ", fused" in path]
+        notes = ["torch refuses to unscale float16 gradients, so fused steps alone are measured"]
+    if not paths:
+        return Measured(notes=notes)
+    lists = lists_in_turn(case, dtype, on, whole_calls=True)
+    subject = Subject(name, case, dtype, lists, without=lambda k: (TRACKED.get(k[0], k[0]), k[1]))
+    measured = time_calls(subject, paths, on)
+    return replace(measured, notes=notes + measured.notes)
 
 
 def tracking_jobs(on: Setting) -> list[Job]:
@@ -135,64 +123,32 @@ def tracking_jobs(on: Setting) -> list[Job]:
     lists = chosen(on)
     if on.queue is None:
         lists = [(c, d) for c, d in lists if c.name in TRACKED_CPU_CASES and d in QUICK_DTYPES]
-    return lists_jobs(on, measure_tracking, lists)
+    return lists_jobs(on, functools.partial(measure, "tracking"), lists)
 
 
 def time_calls(
-    subject: str,
-    paths: Sequence[str],
-    case: GradCase,
-    dtype: torch.dtype,
-    on: Setting,
-    names: Sequence[str] = (),
-    turns: bool = False,
+    subject: Subject, paths: Sequence[str], on: Setting, names: Sequence[str] = ()
 ) -> Measured:
     """Times calls of torch's scaler and of ours with optimizers without work."""
-    device, count = on.device, lists_in_turn(case, dtype, on, whole_calls=True)
-    count = count if turns else 1
+    case, dtype, device = subject.case, subject.dtype, on.device
+    require_memory(MEMORY_OF_LISTS * subject.lists * case.list_bytes(dtype), device)
     available, notes = providers.available(device)
     names = names or available
-    if dtype is torch.float16:
-        # torch refuses to unscale them, so there is no reference.
-        paths = [path for path in paths if is_fused(path)]
-    for path in paths:
-        for name in names:
-            assert_parity(case, dtype, device, path, name)
-    lists = Lists(case, dtype, device, count)
+    for path, name in itertools.product(paths, names):
+        compare = assert_clip_parity if path in CLIPS else assert_parity
+        compare(case, dtype, device, path, name)
+    lists = [make_gradients(case, dtype, device) for _ in range(subject.lists)]
     optimizers = {
-        fused: [optimizer_over(tensors, fused) for tensors in lists.lists]
-        for fused in (False, True)
+        fused: [optimizer_over(tensors, fused) for tensors in lists] for fused in (False, True)
     }
-    torchs = ["torch"] if providers.torch_takes(dtype, device) else []
-    sides = [
-        (path, name)
-        for path in paths
-        for name in ([] if path in REPLACES or path in TRACKED else torchs) + [*names]
-    ]
-
-    def contenders(count: int) -> list[Contender]:
-        found = []
-        for path, name in sides:
-            call = caller(path, name, optimizers[is_fused(path)][:count], device)
-            # The host decides whether to skip a plain step.
-            waits = on.queue is not None and path.startswith((STEP, STEP_AND_UPDATE))
-            found.append(Contender(path, name, call, waits=waits and not is_fused(path)))
-        return found
-
-    timed = time_contenders(
-        *(subject, case, dtype, contenders(count), on),
-        lists=count,
-        alone=contenders(1),
-        replaces=REPLACES,
-    )
-    lists.assert_steady()
-    rows = [
-        replace(row, over_none=ratio(timed.samples, (path, name), (TRACKED[path], name)))
-        if path in TRACKED
-        else row
-        for (path, name), row in zip(sides, timed.rows(), strict=True)
-    ]
-    return Measured(rows, notes + timed.notes)
+    has_torch = subject.name != "tracking" and providers.torch_takes(dtype, device)
+    contenders: Contenders = {}
+    for path in paths:
+        for name in (["torch"] if has_torch and path not in REPLACES else []) + [*names]:
+            contenders[path, name] = caller(path, name, optimizers[is_fused(path)], device)
+    rows = replace(subject, replaces=REPLACES).time(contenders, on)
+    assert_steady(lists, f"{case.name} {dtype_name(dtype)}")
+    return Measured(rows, notes)
 
 
 def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
@@ -222,11 +178,19 @@ def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 
 def iteration(
-    path: str, name: str, device: torch.device, scale: float
-) -> tuple[Any, Callable[[NoOptimizer], object]]:
+    path: str, name: str, device: torch.device, scale: float, limit: float = NO_LIMIT
+) -> tuple[Any, Callable[[NoOptimizer], Any]]:
     """A scaler, and the calls of a path, as in a training loop."""
     scaler = make_scaler(name, device, scale, **{"track": "overflow"} if path in TRACKED else {})
-    loss = torch.ones((), device=device)
+    loss, in_place = torch.ones((), device=device), path == CLIP
+
+    def clip(optimizer: NoOptimizer) -> Tensor:
+        # Drops the previous record, as there is no update.
+        scaler._per_optimizer_states.clear()
+        if name != "torch":
+            return scaler.clip_grad_norm_(optimizer, limit, in_place=in_place)
+        scaler.unscale_(optimizer)
+        return clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
 
     def unscale_and_update(optimizer: NoOptimizer) -> None:
         scaler.unscale_(optimizer)
@@ -241,6 +205,8 @@ def iteration(
         scaler.scale(loss)
         scaler.step_and_update(optimizer)
 
+    if path in CLIPS:
+        return scaler, clip
     if path.startswith(UNSCALE):
         return scaler, unscale_and_update
     return scaler, step_and_update if path in REPLACES and name != "torch" else step
@@ -254,16 +220,20 @@ def caller(
     return in_turn(lambda optimizer, turn: turns[turn](optimizer), optimizers)
 
 
+def _sides(
+    case: GradCase, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor], torch.device]:
+    """Gradients, equal ones for torch, and their device: the CPU where its op lacks the dtype."""
+    oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
+    ours = make_gradients(case, dtype, device)
+    return ours, [gradient.to(oracle, copy=True) for gradient in ours], oracle
+
+
 def assert_parity(
     case: GradCase, dtype: torch.dtype, device: torch.device, path: str, name: str
 ) -> None:
-    """Compares gradients, scale and tracker after a finite step and one with an inf and a NaN.
-
-    torch's scaler steps on the CPU where its op lacks the dtype on that device.
-    """
-    oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
-    ours = make_gradients(case, dtype, device)
-    theirs = [gradient.to(oracle, copy=True) for gradient in ours]
+    """Compares gradients, scale and tracker after a finite step and one with an inf and a NaN."""
+    ours, theirs, oracle = _sides(case, dtype, device)
     bad_ones = sorted({len(ours) // 2, len(ours) - 1})
     sides = []
     for provider, tensors, place in (("torch", theirs, oracle), (name, ours, device)):
@@ -285,9 +255,33 @@ def assert_parity(
                 raise AssertionError(f"marks of {what}: {marked}")
 
 
+def assert_clip_parity(
+    case: GradCase, dtype: torch.dtype, device: torch.device, path: str, name: str
+) -> None:
+    """Compares norm and gradients with torch's, within the error of torch's own norm."""
+    ours, theirs, oracle = _sides(case, dtype, device)
+    scale, what = 0.5, f"{path} by {name}, {case.name} {dtype_name(dtype)}"
+    exact = providers.exact_norm(ours) / scale
+    _, call = iteration(path, "torch", oracle, scale, exact / 3)
+    # torch rounds 16-bit norms to 16 bit.
+    error = abs(call(optimizer_over(theirs, True)).item() - exact) / exact
+    scaler, call = iteration(path, name, device, scale, exact / 3)
+    norm = call(optimizer := optimizer_over(ours, True)).item()
+    if abs(norm - exact) > NORM_TOLERANCE * exact:
+        raise AssertionError(f"{what}: the norm is {norm}, not {exact}")
+    if path == DEFERRED_CLIP:
+        # Left to the optimizer.
+        torch._foreach_div_(ours, scaler._per_optimizer_states[id(optimizer)].divisor)
+    tolerance = error + 4 * torch.finfo(dtype).eps + NORM_TOLERANCE
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
+
+
 # Growth: lists of ever more tensors, and one tensor of ever more elements.
-TENSORS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
-TENSOR_SIZES = tuple(10**power for power in range(3, 10))
+SIZES = {
+    "tensors": (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000),
+    "elements": tuple(10**power for power in range(3, 10)),
+}
 ELEMENTS_EACH = 100
 # A point of a curve takes only a fraction of a comparison's time.
 PART_OF_COMPARISON = 1 / 3
@@ -298,7 +292,6 @@ class Curve:
     """Cost as a function of one number, with the other fixed."""
 
     unit: str
-    sizes: tuple[int, ...]
     linear_from: int
     points: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -306,9 +299,8 @@ class Curve:
         """Times `unscale_` and `update` of a point and adds it to the curve."""
         tensors, elements = (size, ELEMENTS_EACH) if self.unit == "tensors" else (1, size)
         case = GradCase(f"{tensors}x{elements}", tensors * ((elements,),))
-        comparison_s = PART_OF_COMPARISON * on.effort.comparison_s
-        short = replace(on, effort=replace(on.effort, comparison_s=comparison_s))
-        measured = time_calls("growth", (UNSCALE,), case, torch.float32, short)
+        subject = Subject("growth", case, torch.float32)
+        measured = time_calls(subject, (UNSCALE,), on.lasting(PART_OF_COMPARISON))
         about = {"call": f"by {self.unit}", "tensors": tensors, "elements": case.elements}
         for row in measured.rows:
             self.points.setdefault(row.side, {})[size] = row.ms.p50
@@ -323,8 +315,7 @@ class Curve:
         for side, points in self.points.items():
             line = {size: 1e6 * ms for size, ms in points.items() if size >= self.linear_from}
             if len(line) < 2:
-                told = f"two points from {self.linear_from:,} {self.unit} on"
-                measured.notes.append(f"growth: no slope of {side}: it takes {told}")
+                measured.notes.append(f"growth: too few {self.unit} for a slope of {side}")
                 continue
             ns = numpy.array(list(line.values()))
             each = float(numpy.polyfit(list(line), ns, 1, w=1 / ns)[0])
@@ -335,21 +326,12 @@ class Curve:
         return measured
 
 
-def curves(quick: bool) -> list[Curve]:
-    tensors, sizes = (TENSORS[::2], TENSOR_SIZES[:-1]) if quick else (TENSORS, TENSOR_SIZES)
-    return [Curve("tensors", tensors, 10_000), Curve("elements", sizes, 10**7)]
-
-
 def growth_jobs(on: Setting) -> list[Job]:
     """One job for each point, and one for each curve's slope."""
-    return [
-        job
-        for curve in curves(on.effort.quick)
-        for job in (
-            *(
-                Job(f"{size:,} {curve.unit}", functools.partial(curve.measure, size, on))
-                for size in curve.sizes
-            ),
-            Job(f"slope by {curve.unit}", curve.slope),
-        )
-    ]
+    jobs, step = [], 2 if on.effort.quick else 1
+    for curve in (Curve("tensors", 10_000), Curve("elements", 10**7)):
+        for size in SIZES[curve.unit][::step]:
+            point = functools.partial(curve.measure, size, on)
+            jobs.append(Job(f"{size:,} {curve.unit}", point))
+        jobs.append(Job(f"slope by {curve.unit}", curve.slope))
+    return jobs

@@ -1,12 +1,13 @@
-"""Tables and sentences of results, the same in the terminal, the report and the documentation."""
+"""Tables and sentences of results and of their comparison, the same wherever they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .results import Results, Row, Spread
+from .results import Results, Row
 
 NOT_MEASURED = "not measured"
 NO_SCALER = "no scaler"
@@ -14,6 +15,9 @@ LOOP = "a loop"
 OTHERS = (NO_SCALER, LOOP, "torch")
 # Identical contenders differ by up to 2% on a quiet machine.
 TIE = 0.05
+# Columns that fit the width of a page.
+MOST_COLUMNS = 6
+FASTER, SLOWER, SAME, UNKNOWN = "faster", "slower", "within spread", "no spread"
 
 # Title and method of each subject, in the order of a run.
 SUBJECTS = {
@@ -73,9 +77,8 @@ SUBJECTS = {
     ),
     "decisive": (
         "What a GPU is asked first",
-        "Lists that no cache holds; small ones are replayed from a CUDA graph. A norm is computed "
-        "with a check. For comparison, a read takes the maximum of as many bytes in one piece, and "
-        "a copy copies them.",
+        "Lists that no cache holds, replayed from a CUDA graph. A norm is computed with a check. "
+        "For comparison, a copy copies as many bytes in one piece.",
     ),
 }
 
@@ -131,145 +134,84 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}%" if value < 10 else f"{value:.0f}%"
 
 
-def _median(spread: Spread | None) -> str:
-    return number(spread and spread.p50)
-
-
-def _relative(spread: Spread | None) -> str:
+def _spread(row: Row) -> str:
     """Half of the distance of the quantiles."""
+    spread = row.ms or row.host_us
     return f"±{50 * (spread.p80 - spread.p20) / spread.p50:.0f}%" if spread else "-"
 
 
-Cell = Callable[[Row], str]
-# Columns of a page, whose widest table still fits its width, and what gives way first.
-MOST_COLUMNS = 6
-GIVES_WAY = ("scale + step + update", "% of a step", "over none", "us", "spread", "of a copy")
-# Columns of each side that has them, each followed by the ratio of both, if there is one.
-PAIRS: tuple[tuple[str, Cell, Cell | None], ...] = (
-    (
-        "us",
-        lambda row: _median(row.host_us),
-        lambda row: times(row.host_us and (row.host_vs_torch if row.ms else row.vs_torch)),
-    ),
-    ("ms", lambda row: _median(row.ms), lambda row: times(row.ms and row.vs_torch)),
-    ("ns each", lambda r: number(r.ns_each), lambda r: times(r.ns_each and r.vs_torch)),
-    ("over none", lambda row: "-" if row.over_none is None else f"{row.over_none:.3f}", None),
-    ("% of a step", lambda row: percent(row.share and 100 * row.share), None),
-    (
-        "scale + step + update",
-        lambda row: " + ".join(map(number, row.parts_us)) if row.parts_us else "-",
-        None,
-    ),
-)
-# Columns of the line.
-SINGLES: tuple[tuple[str, Cell], ...] = (
-    ("of a copy", lambda row: percent(row.percent_of_copy)),
-    ("spread", lambda row: _relative(row.ms or row.host_us)),
-    ("parameters", lambda row: "-" if row.tensors is None else f"{row.tensors:,}"),
-)
-
-
 def line(row: Row) -> str:
-    """Row on one line, with all that it has."""
-    figures = [
-        row.missing,
-        row.ms and f"{number(row.ms.p50)} ms {_relative(row.ms)}",
-        row.host_us and f"{number(row.host_us.p50)} us on the host {_relative(row.host_us)}",
-        row.gb_s and f"{number(row.gb_s)} GB/s",
-        row.percent_of_copy and f"{percent(row.percent_of_copy)} of a copy",
-        row.vs_torch and f"{faster(row.vs_torch)} than torch",
-        row.over_none and f"{row.over_none:.3f} of no scaler",
-    ]
-    return f"{', '.join(row.name)}: {', '.join(filter(None, figures))}"
+    """Row on one line."""
+    figures = [f"{number(value)} {unit}" for unit, value in times_of(row).items()]
+    figures += [f"{faster(row.vs_torch)} than torch"] if row.vs_torch else []
+    return f"{', '.join(row.name)}: {', '.join(figures)} {_spread(row)}"
 
 
 def of(results: Results) -> list[Table]:
-    """One table for each subject that has rows."""
-    rows = {subject: [r for r in results.rows if r.subject == subject] for subject in SUBJECTS}
-    return [of_subject(subject, found) for subject, found in rows.items() if found]
-
-
-def for_pages(results: Results) -> list[Table]:
-    """Tables of at most six columns; slopes, which have no time of their own, are apart."""
+    """A table for each subject with rows; slopes, which have no time of their own, are apart."""
     made = []
     for subject in SUBJECTS:
         rows = [row for row in results.rows if row.subject == subject]
         for is_slope in (False, True):
             part = [row for row in rows if (row.ns_each is not None) == is_slope]
             if part:
-                made.append(of_subject(subject, part, MOST_COLUMNS))
+                made.append(of_subject(subject, part))
     return made
 
 
-def of_subject(subject: str, rows: Sequence[Row], most: int | None = None) -> Table:
-    """Both sides of each call on one line, with at most so many columns, if given."""
+def of_subject(subject: str, rows: Sequence[Row]) -> Table:
+    """Both sides of each call on one line."""
     at = {row.name: row for row in rows}
     ours = list(dict.fromkeys(row.side for row in rows if row.side not in OTHERS))
-    # Row for the names, those of the others, and ampfast's.
-    lines: list[tuple[Row | None, ...]] = []
+    several_dtypes = len({row.dtype for row in rows}) > 1
+    # Names, rows of the others and of ampfast.
+    names, lines = [], []
     for *place, call in dict.fromkeys(row.name[:4] for row in rows):
-        none, loop, theirs, *found = (at.get((*place, call, s)) for s in (*OTHERS, *ours))
+        none, loop, theirs, *found = (at.get((*place, call, side)) for side in (*OTHERS, *ours))
         if ours and not none and not any(found):
             # A copy, which other rows are relative to.
             continue
         for row in [row for row in found if row] or [None]:
             if row and row.replaces:
                 none, theirs = (at.get((*place, row.replaces, s)) for s in (NO_SCALER, "torch"))
-            lines.append((row or theirs or none, none, loop, theirs, row))
+            names.append(_names(row or theirs or none, several_dtypes, len(ours) > 1))
+            lines.append((none, loop, theirs, row))
+    unit = "us" if rows[0].host_us and not rows[0].ms else "ns each" if rows[0].ns_each else "ms"
+    columns = [
+        (f"{side}, {unit}", [number(row and times_of(row).get(unit)) for row in each])
+        for side, each in zip((*OTHERS, "ampfast"), zip(*lines, strict=True), strict=True)
+    ]
+    last = [line[-1] or line[0] or line[2] for line in lines]
+    columns.append(("faster", [times(row.vs_torch) for row in last]))
+    if not any(row.vs_torch for row in rows):
+        over = ["-" if row.over_none is None else f"{row.over_none:.3f}" for row in last]
+        columns.append(("ampfast, over none", over))
+    columns.append(("of a copy", [percent(row.percent_of_copy) for row in last]))
+    columns.append(("spread", [_spread(row) for row in last]))
+    columns = [(head, cells) for head, cells in columns if set(cells) != {"-"}]
+    columns = columns[: MOST_COLUMNS - 2]
     title, how = SUBJECTS[subject]
-    several_dtypes, several_sides = len({row.dtype for row in rows}) > 1, len(ours) > 1
-    # Unit, head and cells.
-    columns: list[tuple[str, ...]]
-    if most is None:
-        names = ("case", "dtype", "call", "side")[: 3 + several_sides]
-        columns = [("", head, *(getattr(line[0], head) for line in lines)) for head in names]
-    else:
-        columns = [
-            ("", "case", *(_case(line[0], several_dtypes) for line in lines)),
-            ("", "call", *(_call(line[0], several_sides) for line in lines)),
-        ]
-        if not several_dtypes:
-            how = f"{how} All rows are of {rows[0].dtype}."
-    count = len(columns)
-
-    def column(unit: str, head: str, side: int, read: Cell) -> None:
-        cells = [read(row) if (row := line[side]) else "-" for line in lines]
-        if set(cells) != {"-"}:
-            columns.append((unit, head, *cells))
-
-    for unit, read, read_ratio in PAIRS:
-        for index, side in enumerate((*OTHERS, "ampfast"), 1):
-            column(unit, f"{side}, {unit}", index, read)
-        if read_ratio is not None:
-            column(unit, "faster", -1, read_ratio)
-    for head, read in SINGLES:
-        column(head, head, 0, read)
-    if most is not None:
-        columns = _narrowed(columns, most)
-    header, *body = zip(*(column[1:] for column in columns), strict=True)
-    return Table(subject, title, how, header, body, count)
+    if not several_dtypes:
+        how = f"{how} All rows are of {rows[0].dtype}."
+    header = ("case", "call", *(head for head, _ in columns))
+    cells = zip(names, *(cells for _, cells in columns), strict=True)
+    return Table(subject, title, how, header, [(*name, *line) for name, *line in cells], 2)
 
 
-def _case(row: Row, with_dtype: bool) -> str:
+def times_of(row: Row) -> dict[str, float | None]:
+    """Medians of a row by their units."""
+    found = {"ms": row.ms and row.ms.p50, "us": row.host_us and row.host_us.p50}
+    return {key: value for key, value in ({**found, "ns each": row.ns_each}).items() if value}
+
+
+def _names(row: Row, with_dtype: bool, with_side: bool) -> tuple[str, str]:
     """Case of a row, with the parameters of a net; a list's name has its number of tensors."""
     parts = [row.case]
     if row.tensors is not None and not row.case[0].isdigit():
         parts.append(f"{row.tensors:,} parameters")
-    return ", ".join([*parts, row.dtype] if with_dtype else parts)
-
-
-def _call(row: Row, with_side: bool) -> str:
-    return f"{row.call}, {row.side.removeprefix('ampfast, ')}" if with_side else row.call
-
-
-def _narrowed(columns: list[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:
-    """Leaves units out until so many columns are left; parameters are part of the case."""
-    columns = [column for column in columns if column[0] != "parameters"]
-    for unit in GIVES_WAY:
-        is_only_time = unit == "us" and not any(column[0] == "ms" for column in columns)
-        if len(columns) > most and not is_only_time:
-            columns = [column for column in columns if column[0] != unit]
-    return columns
+    parts += [row.dtype] if with_dtype else []
+    call = f"{row.call}, {row.side.removeprefix('ampfast, ')}" if with_side else row.call
+    return ", ".join(parts), call
 
 
 def score(results: Results) -> str:
@@ -284,31 +226,19 @@ def score(results: Results) -> str:
     )
 
 
-def usual_loops(rows: Iterable[Row]) -> list[Row]:
-    """Rows of real loops with a schedule, of an earlier file those without."""
-    loops = [row for row in rows if row.subject == "loops"]
-    scheduled = [row for row in loops if row.call.endswith(", schedule")]
-    return scheduled or [row for row in loops if "," not in row.call]
-
-
-def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
-    """torch's row and ampfast's, where a subject has both for the same call."""
-    rows = [row for row in rows if row.subject == subject]
-    theirs = {row.name[:4]: row for row in rows if row.side == "torch"}
-    return [
-        (theirs[row.name[:4]], row)
-        for row in rows
-        if row.side not in OTHERS and row.name[:4] in theirs
-    ]
+def sentences(results: Results) -> list[str]:
+    """What a reader wants to know first."""
+    return [score(results), gain_of_the_import(results), gain_of_clipping(results)]
 
 
 def gain_of_the_import(results: Results) -> str:
     """Sentence on what whole steps gain where only the scaler's class changes."""
-    both = pairs(results.rows, "training")
-    gains = sorted(1 - 1 / row.vs_torch for _, row in both if row.vs_torch)
+    rows = [row for row in results.rows if row.subject == "training"]
+    rows = [row for row in rows if row.vs_torch and not row.replaces]
+    gains = sorted(1 - 1 / row.vs_torch for row in rows)
     if not gains:
         return f"What the import alone gains in a whole training step: {NOT_MEASURED}."
-    nets = "; ".join(dict.fromkeys(row.case for _, row in both))
+    nets = "; ".join(dict.fromkeys(row.case for row in rows))
     return (
         f"On the nets measured ({nets}), the import alone makes a whole training step "
         f"{_shorter(median(gains))} than with torch's scaler: the median of {len(gains)} kinds of "
@@ -330,3 +260,49 @@ def gain_of_clipping(results: Results) -> str:
 
 def _shorter(gain: float) -> str:
     return f"{abs(gain):.1%} {'longer' if gain < 0 else 'shorter'}"
+
+
+def changes(first: Results, second: Results) -> Iterator[tuple[Row, str, float, float, str]]:
+    """Row, unit, both medians and verdict, of each row that both have."""
+    rows = {row.name: row for row in second.rows}
+    for before in first.rows:
+        if (after := rows.get(before.name)) is None:
+            continue
+        for measure in ("ms", "host_us"):
+            a, b = getattr(before, measure), getattr(after, measure)
+            if a and b:
+                verdict = FASTER if b.p80 < a.p20 else SLOWER if b.p20 > a.p80 else SAME
+                yield after, measure, a.p50, b.p50, verdict
+        if before.ns_each and after.ns_each and before.ns_each != after.ns_each:
+            yield after, "ns_each", before.ns_each, after.ns_each, UNKNOWN
+
+
+def comparison(first: Results, second: Results, everything: bool = False) -> Iterator[str]:
+    """Environments, then changes beyond the spread, or all, and numbers of verdicts."""
+    a, b = ({**x.machine, "load": 0, "torch": x.torch, "triton": x.triton} for x in (first, second))
+    # Machine and torch first, as ratios across these say little about ampfast.
+    keys = [key for key in a | b if a.get(key) != b.get(key)]
+    yield from (f"{key} differs: {a.get(key)} and {b.get(key)}" for key in keys)
+    if keys:
+        yield "so times differ for more reasons than ampfast's code"
+    for which, each in (("first", first), ("second", second)):
+        told = f"{which}: ampfast {each.ampfast}, commit {each.commit or 'unknown'}, {each.date}"
+        yield " ".join((told, *each.caveats))
+    found = list(changes(first, second))
+    names = ("subject", "case", "dtype", "call", "side", "measure")
+    lines = [
+        (*row.name, measure, number(before), number(after), number(after / before), verdict)
+        for row, measure, before, after, verdict in found
+        if everything or verdict != SAME
+    ]
+    header = (*names, "first", "second", "ratio", "verdict")
+    title = "The second over the first, by medians"
+    yield Table("compare", title, "", header, lines, len(names)).text()
+    counts = Counter(verdict for *_, verdict in found)
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    yield told or "the two have nothing in common"
+    known = [{row.name for row in each.rows} for each in (first, second)]
+    for which, only in (("first", known[0] - known[1]), ("second", known[1] - known[0])):
+        if only:
+            subjects = ", ".join(sorted({subject for subject, *_ in only}))
+            yield f"only in the {which}: {len(only)} rows ({subjects})"

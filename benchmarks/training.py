@@ -1,19 +1,23 @@
-"""Training steps of real nets: without a scaler, with torch's and with ampfast's."""
+"""Training steps of real nets: with each scaler and none, and watched by `find_nonfinite`."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ampfast import backends, find_nonfinite
+
 from . import providers
-from .cases import GradCase
-from .loops import SCALE, Kind, Lesson, Loop, assert_parity, optimizer_over
+from .loops import SCALE, Kind, Loop, assert_parity, optimizer_over
 from .machine import require_memory
-from .nets import Net, nets
-from .timing import WITHOUT, Contender, Job, Measured, Setting, ratio, time_contenders
+from .nets import Lesson, Net, nets
+from .results import Row
+from .timing import WITHOUT, Job, Measured, Setting, Subject
 
 # Steps are long, so samples have few of them and more time in total: most on a CPU, where the time
 # of the same step varies by a third.
@@ -21,64 +25,71 @@ STEPS_IN_TURN = 3
 LONGER = {"cpu": 5.0, "cuda": 2.0}
 # Three ways to clip differ by a hundredth of a step.
 CLIP_LONGER = 3.0
-# Parameter, gradient and two optimizer states, in float32.
-BYTES_PER_ELEMENT = 16
 
 
 def jobs(on: Setting) -> list[Job]:
     """One job for each net, kind of optimizer, and clipping or not."""
     kinds = [Kind(fused, clip) for fused in (False, True) for clip in (False, True)]
-    return [
-        Job(f"{net.name}, {kind.call(net)}", functools.partial(measure, net, kind, on))
-        for net in nets(on.device)
-        for kind in kinds
-    ]
+    return [job(net, kind, on) for net in nets(on.device) for kind in kinds]
+
+
+def job(net: Net, kind: Kind, on: Setting) -> Job:
+    return Job(f"{net.name}, {kind.call(net)}", functools.partial(measure, net, kind, on))
+
+
+def watched_jobs(on: Setting) -> list[Job]:
+    """One job for the transformer, and one for the convolutional net."""
+    chosen = nets(on.device)[:2]
+    return [Job(net.name, functools.partial(measure_watched, net, on)) for net in chosen]
 
 
 def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     """Times steps of a net with its optimizer and batch, with each scaler in turn."""
-    device = on.device
-    names, notes = providers.available(device)
-    case = GradCase(net.name, net.shapes())
+    names, notes = providers.available(on.device)
     ours = [kind, replace(kind, by_scaler=True)] if kind.clip else [kind]
-    copies = 1 + len(ours) * len(names)
-    require_memory(copies * BYTES_PER_ELEMENT * case.elements + net.step_bytes, device)
-    lesson = Lesson.of(net, device)
+    require_memory((1 + len(ours) * len(names)) * _bytes_of(net), on.device)
+    lesson = net.lesson(on.device)
     assert_parity(net, lesson, ours, names)
-
     # All step the same parameters with the same optimizer, so only the scaler differs.
     parameters = list(lesson.module.parameters())
     optimizer = optimizer_over(net, kind, parameters)
     sides = [(kind, WITHOUT), (kind, "torch"), *((each, name) for name in names for each in ours)]
     loops = [Loop(net, each, name, lesson, parameters, optimizer) for each, name in sides]
-    # Longer than a queue, so none can be queued behind another.
-    contenders = [Contender(*loop.key, loop.step, waits=True) for loop in loops]
-    times = LONGER[device.type] * (CLIP_LONGER if kind.clip else 1.0)
-    longer = replace(on.effort, comparison_s=times * on.effort.comparison_s)
-    timed = time_contenders(
-        *("training", case, lesson.dtype, contenders, replace(on, effort=longer)),
-        cycle=STEPS_IN_TURN,
-        alone=contenders,
-        replaces={each.call(net): kind.call(net) for each in ours if each.by_scaler},
-    )
-    if on.queue is not None:
-        timed = replace(timed, timer="loop")
+    replaces = {each.call(net): kind.call(net) for each in ours if each.by_scaler}
+    on = on.lasting(CLIP_LONGER if kind.clip else 1.0)
+    rows = _time("training", net, loops, on, replaces)
     _assert_no_skip(net, loops)
-    without, *others = (loop.key for loop in loops)
-    over_none = {key: ratio(timed.samples, key, without) for key in others}
-    rows = [
-        replace(
-            row,
-            vs_torch=row.vs_torch if key in over_none else None,
-            over_none=over_none.get(key),
-            # That of the gradients.
-            list_bytes=case.list_bytes(torch.float32),
-            tensors=len(case.shapes),
-            elements=case.elements,
-        )
-        for (key, row) in zip((loop.key for loop in loops), timed.rows(), strict=True)
-    ]
-    return Measured(rows, notes + timed.notes)
+    return Measured(net.sized(rows), notes)
+
+
+def measure_watched(net: Net, on: Setting) -> Measured:
+    """Times steps of a net without a scaler, and those of a copy that is watched."""
+    require_memory(2 * _bytes_of(net), on.device)
+    lesson, watched = (net.lesson(on.device) for _ in range(2))
+    assert_found(net, lesson)
+    loops = [Loop(net, Kind(), WITHOUT, lesson)]
+    loops.append(Loop(net, Kind(feature="find_nonfinite"), WITHOUT, watched))
+    loops[1].key = loops[1].key[0], backends.default_for(on.device)
+    with find_nonfinite(watched.module) as finder:
+        rows = _time("watched", net, loops, on)
+        if (found := finder.report()) is not None:
+            raise AssertionError(f"{net.name}: {found}")
+    return Measured(rows)
+
+
+def _bytes_of(net: Net) -> int:
+    """Parameter, gradient and two optimizer states, in float32."""
+    return 16 * net.case().elements
+
+
+def _time(
+    subject: str, net: Net, loops: Sequence[Loop], on: Setting, replaces: Any = None
+) -> list[Row]:
+    """Times steps relative to those of the first loop."""
+    over = Subject(subject, net.case(), loops[0].lesson.dtype, replaces=replaces or {})
+    over = replace(over, without=lambda key: loops[0].key)
+    steps = {loop.key: loop.step for loop in loops}
+    return over.time(steps, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)
 
 
 def _assert_no_skip(net: Net, loops: Sequence[Loop]) -> None:
@@ -90,3 +101,17 @@ def _assert_no_skip(net: Net, loops: Sequence[Loop]) -> None:
     largest = torch.stack([each.detach().abs().max() for each in loops[0].parameters])
     if not bool(largest.isfinite().all()):
         raise AssertionError(f"{net.name}: parameters overflowed while timed")
+
+
+def assert_found(net: Net, lesson: Lesson) -> None:
+    """Raises unless an infinite weight of the first module is found there."""
+    name, weight = next(lesson.module.named_parameters())
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(math.inf)
+        with find_nonfinite(lesson.module) as finder:
+            lesson.loss()
+        weight.copy_(before)
+    found = finder.report()
+    if found is None or found.module != name.removesuffix(".weight"):
+        raise AssertionError(f"{net.name}: {name} is infinite, and the report is {found}")

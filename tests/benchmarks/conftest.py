@@ -12,18 +12,12 @@ from benchmarks import __main__ as command
 
 @pytest.fixture(autouse=True)
 def one_thread_of_the_cpu(monkeypatch):
-    """Limits torch to one thread, and the command to the CPU."""
+    """Limits torch to one thread, and the command to the CPU; undoes what it does to signals."""
     monkeypatch.setattr(command, "default_device", lambda: torch.device("cpu"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before():
-    """Undoes what the command does to signals."""
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
+    torch.set_num_threads(threads)

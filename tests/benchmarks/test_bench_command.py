@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from simulated import BRIEF, HostQueue, on
+from simulated import BRIEF
 
 from ampfast import backends
 from benchmarks import __main__ as command
-from benchmarks import kernels, machine, pages, steps
+from benchmarks import kernels, pages, steps
 from benchmarks.results import Results, Row, Spread
 from benchmarks.timing import Job, Measured
-
-
-def _lost_signal():
-    """A signal inside of a finalizer, where Python drops what its handler raises."""
-
-    class Ends:
-        def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
-
-    Ends()
-    return Measured()
 
 
 def _job(result):
@@ -62,17 +46,10 @@ def _read(folder):
     ("middle", "kept", "complete", "exit_code"),
     [
         ("second", ["first", "second", "third"], True, 0),
-        (KeyboardInterrupt(), ["first"], False, 130),
         (lambda: signal.raise_signal(signal.SIGTERM), ["first"], False, 130),
-        pytest.param(
-            *(_lost_signal, ["first"], False, 130),
-            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-        ),
         (AssertionError("not torch's [bits]"), ["first", "third"], False, 1),
-        (KeyError("shape"), ["first", "third"], False, 1),
         (lambda: Measured(notes=["FAILED cuda: wrong"]), ["first", "third"], False, 1),
         (MemoryError("too large"), ["first", "third"], False, 0),
-        (torch.OutOfMemoryError("CUDA out of memory"), ["first", "third"], False, 0),
         (lambda: torch.empty(1 << 60, dtype=torch.uint8), ["first", "third"], False, 0),
     ],
 )
@@ -88,39 +65,20 @@ def test_measurements_are_kept_whatever_happens(
     assert runs("first", look, middle, "third") == exit_code
     assert [row.case for row in seen[0].rows] == ["first"] and not seen[0].complete
     results = _read(tmp_path)
-    assert [row.case for row in results.rows] == kept
-    assert results.complete is complete
+    assert ([row.case for row in results.rows], results.complete) == (kept, complete)
     assert results.asked == {"quick": False, "only": ["host"]}
     assert results.notes.count("a note") == 1
-    printed = capsys.readouterr().out
-    assert f"the report is {tmp_path / pages.REPORT}" in printed
-    lines = printed.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"the report is {tmp_path / pages.REPORT}" in lines
     for told in kept:
-        assert f"host, {told}, float32, call, torch: 2 us on the host ±50%" in lines
+        assert f"host, {told}, float32, call, torch: 2 us ±50%" in lines
     if isinstance(middle, Exception):
-        verb = "FAILED" if exit_code else "skipped"
-        assert f"{verb} host: a job: {middle}" in lines
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *(command.JSON, pages.REPORT, pages.PLOTS),
-    }
+        assert f"{'FAILED' if exit_code else 'skipped'} host: a job: {middle}" in lines
+    assert {path.name for path in tmp_path.iterdir()} == {command.JSON, pages.REPORT, pages.PLOTS}
     before = (tmp_path / command.JSON).read_text()
     runs("another")
     (earlier,) = (tmp_path / command.EARLIER).iterdir()
     assert earlier.read_text() == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_report_is_written_is_ignored(runs, monkeypatch, tmp_path, number):
-    write = pages.write_report
-
-    def signalled(*arguments):
-        signal.raise_signal(number)
-        return write(*arguments)
-
-    monkeypatch.setattr(pages, "write_report", signalled)
-    assert runs("first") == 0
-    assert runs("first", lambda: signal.raise_signal(number)) == command.INTERRUPTED
-    assert (tmp_path / pages.REPORT).exists()
 
 
 def test_no_job_is_started_when_the_time_is_up(runs, monkeypatch, tmp_path):
@@ -138,37 +96,18 @@ def test_no_job_is_started_when_the_time_is_up(runs, monkeypatch, tmp_path):
     assert (results.notes, results.seconds) == (["a note", told], 120.0)
 
 
-def test_a_run_without_matplotlib_keeps_its_results(runs, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert runs("first") == 0
-    assert capsys.readouterr().out.count("pip install matplotlib") == 1
-    assert _read(tmp_path).complete and not (tmp_path / pages.REPORT).exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--only", "host,gpu"], "'gpu' is not among loops, host, aten, clip, training, "),
-        (["--limit", "soon"], "invalid float value: 'soon'"),
         (["--folder", __file__], "File exists"),
-        ([], "AMPFAST_BACKEND"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_measured(
-    monkeypatch, capsys, arguments, told
-):
-    if not arguments:
-        monkeypatch.setenv("AMPFAST_BACKEND", "fastest")
+def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, arguments, told):
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def test_loops_come_first_and_all_subjects_have_jobs():
-    assert next(iter(command.SUBJECTS)) == "loops"
-    for queue, none in ((None, {"decisive"}), (HostQueue(), {"loops", "masters"})):
-        assert {name for name, jobs in command.SUBJECTS.items() if not jobs(on(queue))} == none
 
 
 def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
@@ -182,67 +121,17 @@ def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
     results = _read(tmp_path)
     assert results.complete and results.asked["quick"]
     assert ",".join({row.subject: None for row in results.rows}) == some
-    assert {row.case for row in results.rows if row.subject == "aten"} == {
-        *("10x4", "62x4", "1000x4"),
-    }
-    assert {path.name for path in (tmp_path / pages.PLOTS).glob("*.svg")} == {
-        *("throughput.svg", "clip.svg"),
-    }
+    drawn = {path.name for path in (tmp_path / pages.PLOTS).glob("*.svg")}
+    assert drawn == {"throughput.svg", "clip.svg"}
 
 
-def test_a_rehearsal_of_what_decides_writes_every_job_at_once(monkeypatch, tmp_path):
+def test_a_rehearsal_of_what_decides_writes_every_subject(monkeypatch, tmp_path):
     # So that what a rehearsal puts there goes with the test.
     monkeypatch.setattr(backends.Choice, "kernels_for", backends.Choice.kernels_for)
-    file, seen = tmp_path / "out" / "decisive.json", []
-    write = Results.write
-
-    def written(self, path):
-        write(self, path)
-        seen.append(len(Results.read(path).rows))
-
-    monkeypatch.setattr(Results, "write", written)
     monkeypatch.setenv("AMPFAST_COMMIT", "abc")
+    file = tmp_path / "out" / "decisive.json"
     assert command.main(["--only", "decisive", "--rehearse", "--json", str(file)]) == 0
-    jobs = command.SUBJECTS["decisive"](on(HostQueue()))
-    assert len(seen) == len(jobs) + 1 and seen == sorted(seen) and seen[0] > 0
     results = Results.read(file)
     assert {row.subject for row in results.rows} == {"decisive", "host", "training"}
-    assert {row.side for row in results.rows} >= {"torch", "ampfast"}
-    assert results.commit == "abc"
+    assert {row.side for row in results.rows} >= {"torch", "ampfast"} and results.commit == "abc"
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_terminated_run_writes_its_results(tmp_path):
-    command_line = (sys.executable, "-m", "benchmarks", "--only", "host")
-    process = subprocess.Popen(
-        [*command_line, "--folder", str(tmp_path)],
-        cwd=machine.REPOSITORY,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 600
-    while not (tmp_path / command.JSON).exists() and process.poll() is None:
-        time.sleep(0.1)
-        assert time.monotonic() < deadline
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == command.INTERRUPTED, errors
-    assert _read(tmp_path).rows and not _read(tmp_path).complete
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_asks_for_both_files():
-    def make(*arguments):
-        return subprocess.run(
-            ["make", *arguments, "bench-compare", "VENV=", "PYTHON=true"],
-            cwd=machine.REPOSITORY,
-            capture_output=True,
-            text=True,
-        )
-
-    asked = make("A=a.json")
-    assert asked.returncode == 2
-    assert "make bench-compare A=before.json B=after.json" in asked.stderr
-    assert 'true -m benchmarks compare "a.json" "b.json"' in make("A=a.json", "B=b.json").stdout

@@ -20,24 +20,14 @@ from benchmarks import launches
 from benchmarks.steps import NoOptimizer
 import torch
 
-kind = sys.argv[1]
-launches.main([kind, "--rounds", "1", "--calls", "2"])
-if kind == "triton":
-    from ampfast.backends.triton import kernels, launch
-    from triton.backends.nvidia.driver import CudaLauncher
-    [caches] = kernels.multi_tensor.device_caches.values()
-    compiled = caches[0].values()
-    assert compiled and all(type(kernel.run) is CudaLauncher for kernel in compiled)
-    assert len(launch._launched) == 6
-from ampfast import GradScaler, _C
-uploads = _C.tables_made()
+launches.main([sys.argv[1], "--rounds", "1", "--calls", "2"])
+from ampfast import GradScaler
 param = torch.nn.Parameter(torch.zeros(4))
 param.grad = torch.full((4,), 8.0)
 scaler = GradScaler("cpu", init_scale=4.0)
 scaler.scale(torch.ones(()))
 scaler.unscale_(NoOptimizer([param]))
-scaler.update()
-print(param.grad.tolist(), _C.tables_made() - uploads)
+print(param.grad.tolist())
 """
 
 
@@ -71,5 +61,5 @@ def test_a_row(kind: str, missing: str | None) -> None:
     for row in rows:
         assert header.count("|") == row.count("|") == 6
         assert all(float(cell) > 0 for cell in row.split("|")[3:6])
-    # Nothing is unscaled where no kernel runs, for which there is a table.
-    assert left == ("[2.0, 2.0, 2.0, 2.0] 0" if kind == "torch" else "[8.0, 8.0, 8.0, 8.0] 1")
+    # Nothing is unscaled where no kernel runs.
+    assert left == str(4 * [2.0 if kind == "torch" else 8.0])

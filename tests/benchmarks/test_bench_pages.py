@@ -1,4 +1,4 @@
-"""Files, tables, sentences, pictures and pages of results, and comparisons of two."""
+"""Files, tables, pictures, pages and comparisons of results; the model of docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -8,307 +8,112 @@ import re
 import sys
 
 import pytest
-from sample_results import MACHINE, both, cpu_results, gpu_results, results
 
 from benchmarks import __main__ as command
-from benchmarks import compare, machine, pages, pictures, tables
+from benchmarks import machine, model, pages, pictures, tables
 from benchmarks.results import Results, Row, Spread
 
 ROOT = machine.REPOSITORY
-NAME = "cpu-torch2.99-2030-01-02.json"
+CPU, GPU = (next((ROOT / pages.RESULTS).glob(name)) for name in ("cpu-*", "*-decisive.json"))
+MACHINE = {"cpu": "a cpu", "cores": 2, "threads": 1, "load": 0.0}
 
 
-@pytest.mark.parametrize("made", [cpu_results, gpu_results])
-def test_a_file_is_read_as_it_was_written_and_fields_of_earlier_ones_are_not_read(tmp_path, made):
-    path = tmp_path / "results.json"
-    made().write(path)
-    assert Results.read(path) == made()
+def results(rows, **changes):
+    made = Results(MACHINE, "2.99+cpu", None, "0.0", "abc", "2030-01-02T03:04:05+00:00", rows=rows)
+    return dataclasses.replace(made, **changes)
+
+
+def _row(low=10, middle=11, high=12, case="list", **more):
+    name = {"subject": "kernels", "case": case, "dtype": "float32", "call": "check"}
+    return Row(**{**name, "side": "ampfast", "ms": Spread(low, middle, high), **more})
+
+
+def test_the_pages_agree_with_the_results_that_they_name():
+    """Every table, sentence and figure of the pages is what the code makes of the file."""
+    for page, block in pages.PAGES.items():
+        _, section, _ = pages.split(ROOT / page)
+        (name,) = re.findall(rf"{pages.RESULTS}/([^)\s]+\.json)\)", section)
+        assert section == f"\n{block(Results.read(ROOT / pages.RESULTS / name))}\n"
+        for picture in re.findall(r"!\[.+?\]\((.+?)\)", section):
+            assert ((ROOT / page).parent / picture).is_file()
+        if page == pages.DOCS:
+            assert section.count("\n|") == 2 + 10 and tables.NOT_MEASURED not in section
+    for path in (ROOT / pages.RESULTS).rglob("*.json"):
+        for table in tables.of(Results.read(path)):
+            assert len(table.header) <= tables.MOST_COLUMNS
+            assert len({*map(len, table.text().splitlines()[2:])}) == 1
+        assert path.stat().st_size < 300_000
+
+
+def test_a_gpus_backends_have_a_line_each():
+    decisive = tables.of(Results.read(GPU))[-1]
+    assert [line[:3] for line in decisive.lines[:2]] == [
+        ("10x1k, cold, float32", "check, cuda", "0.0016"),
+        ("10x1k, cold, float32", "check, triton", "0.0016"),
+    ]
+    assert "(110 tensors a launch)" in pages.full_block(Results.read(GPU))
+
+
+def test_what_is_not_measured_is_said():
+    none = pages.readme_block(results([]))
+    assert ": conv net, 10 parameters, schedule | - | not measured | not measured | - |" in none
+    told = ["What clipping by the scaler gains", "What the import alone gains", "Against torch"]
+    for begin, sentence in zip(told[::-1], tables.sentences(results([])), strict=True):
+        assert sentence.startswith(begin) and sentence.endswith(": not measured.")
+    # A longer step, rows that torch wins, and ties; committed figures have none or few.
+    rows = [_row(vs_torch=ratio) for ratio in (0.9, 0.96, 1.0, 1.04, 2.0)]
+    rows.append(dataclasses.replace(rows[0], subject="training", vs_torch=0.98))
+    score, gain, _ = tables.sentences(results(rows))
+    assert score.endswith("6 measurements: 1 faster, 4 as fast within 5%, 1 slower.")
+    assert "a whole training step 2.0% longer than" in gain
+
+
+def test_a_file_is_read_as_it_was_written_and_fields_of_earlier_ones_are_not_read(tmp_path):
+    path, made = tmp_path / "results.json", Results.read(CPU)
+    made.write(path)
+    assert Results.read(path) == made
     content = json.loads(path.read_text())
     content |= {"goals": [1], "rows": [{**row, "launches": 1} for row in content["rows"]]}
     path.write_text(json.dumps(content))
-    assert Results.read(path) == made()
+    assert Results.read(path) == made
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
-    rounded = dataclasses.replace(made().rows[0], share=1 / 3)
-    results([rounded]).write(path)
-    assert Results.read(path).rows[0].share == 0.33333
-
-
-def test_a_failed_write_leaves_the_file_unchanged(tmp_path, monkeypatch):
-    path = tmp_path / "results.json"
-    cpu_results().write(path)
-    before = path.read_text()
-
-    def fail(self, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(type(path), "replace", fail)
-    with pytest.raises(OSError, match="No space left"):
-        gpu_results().write(path)
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
-
-
-BAD = {
-    "missing": (None, "No such file"),
-    "cut": ('{"format":3,"rows"', "is no result of"),
-    "bytes": (b"\xff\xfe\x00", "is no result of"),
-    "list": ("[]", "is no result of"),
-    "older": ('{"format":2,"rows":[]}', "its format is 2, not 3"),
-    "short": ('{"format":3,"rows":[]}', "missing 6 required"),
-    "row": ('{"format":3,"rows":[{"ms":[1]}]}', "is no result of"),
-}
-
-
-@pytest.mark.parametrize("what", ["compare", "report", "readme"])
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_one_line_of_error(tmp_path, capsys, what, name):
-    content, told = BAD[name]
-    if content is not None:
-        (tmp_path / name).write_bytes(content if name == "bytes" else content.encode())
-    files = [str(tmp_path / name)] * (2 if what == "compare" else 1)
-    assert command.main([what, *files]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(tmp_path / name) in line and told in line
-
-
-@pytest.mark.parametrize("what", ["report", "readme"])
-def test_without_matplotlib_nothing_is_overwritten(tmp_path, capsys, monkeypatch, what):
-    cpu_results().write(tmp_path / "good.json")
-    for page in pages.PAGES:
-        (tmp_path / page).parent.mkdir(exist_ok=True)
-        (tmp_path / page).write_text(f"{pages.START}{pages.END}")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    more = ["--write", str(tmp_path)] if what == "readme" else []
-    assert command.main([what, str(tmp_path / "good.json"), *more]) == 1
-    assert capsys.readouterr().err == "pictures need matplotlib: pip install matplotlib\n"
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("content", "told"),
     [
-        ({}, []),
-        ({"load": 3.0}, []),
-        ({"load": 3.1}, ["The load average was 3.1 when it began."]),
-        ({"cores_of_others": 0.2}, []),
-        ({"cores_of_others": 0.9}, ["Other programs took 0.90 of 2 cores. The machine was BUSY"]),
+        (b"\xff\xfe\x00", "is no result of"),
+        (b"[]", "is no result of"),
+        (b'{"format":2,"rows":[]}', "its format is 2, not 3"),
+        (b'{"format":3,"rows":[]}', "missing 6 required"),
+        (b'{"format":3,"rows":[{"ms":[1]}]}', "is no result of"),
     ],
 )
-def test_a_busy_machine_is_a_caveat(changes, told):
-    made = cpu_results(machine={**MACHINE, **changes})
-    assert [caveat.partition(":")[0] for caveat in made.caveats] == told
-    broken = dataclasses.replace(made, complete=False, notes=["FAILED a"])
-    assert broken.caveats[:2] == [
-        *("The run was not complete; its notes say why.", "1 of its parts failed."),
-    ]
+def test_a_bad_file_is_one_line_of_error(tmp_path, capsys, content, told):
+    (tmp_path / "bad").write_bytes(content)
+    for files in (["compare", "bad", "none"], ["report", "bad"], ["readme", "bad"]):
+        assert command.main([files[0], *(str(tmp_path / name) for name in files[1:])]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(tmp_path / "bad") in line and told in line
 
 
-def test_cores_of_others_are_without_our_own(monkeypatch):
-    seconds = iter([(100.0, 10.0, 0.0), (160.0, 50.0, 40.0), (None, 0.0, 99.0)])
-    monkeypatch.setattr(machine.OtherPrograms, "_seconds", staticmethod(lambda: next(seconds)))
-    others = machine.OtherPrograms()
-    assert (others.cores(), others.cores()) == (0.5, None)
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "cuda", "tensors"),
-    [
-        *[("2.11.0+cu130", "13.0", 110), ("2.12.0+cu130", "13.0", 770), ("3.0.0", "14.0", 770)],
-        *[("2.13.0+cu128", "12.8", 110), ("2.13.1+rocm7.0", None, 110)],
-    ],
-)
-def test_how_many_tensors_torch_takes_in_a_launch(torch_version, cuda, tensors):
-    assert machine.tensors_per_launch(torch_version, cuda) == tensors
-
-
-# Header without what all tables have, and lines without their names.
-TABLES = {
-    "loops": ("torch, us|ampfast, us|faster|torch, % of a step|", "130|50|2.60x|1%|1%|1 + 2 + 3"),
-    "host": ("torch, us|ampfast, us|faster|spread", "800|80|10.00x|±10%"),
-    "clip": ("torch, ms|ampfast, ms|faster|spread", "4|2|2.00x|±10%\n4|2|8.00x|±10%"),
-    "training": (
-        "no scaler, ms|torch, ms|ampfast, ms|faster|torch, over none|ampfast, over none|spread",
-        "10|12.5|10|1.25x|1.250|1.000|±10%\n10|12.5|12.5|1.00x|1.250|1.250|±10%\n"
-        "10|12.5|9|1.39x|1.250|0.900|±10%",
-    ),
-    "growth": ("torch, ms|ampfast, ms|faster|spread|parameters", "10|1|10.00x|±10%|10"),
-    "kernels": ("torch, ms|ampfast, ms|faster|of a copy|spread", "2|1|2.00x|80%|±10%"),
-    "masters": ("a loop, ms|torch, ms|ampfast, ms|faster|spread", "8|4|1|4.00x|±10%"),
-    "steps": (
-        "side|torch, us|ampfast, us|faster|torch, ms|ampfast, ms|faster|spread",
-        "ampfast, triton|20|20|2.00x|1|1|2.00x|±10%\nampfast, cuda|20|20|2.00x|1|1|2.00x|±10%",
-    ),
-}
-
-
-def test_both_sides_of_a_call_stand_on_one_line():
-    found = {
-        each.subject: each for made in (cpu_results, gpu_results) for each in tables.of(made())
-    }
-    assert list(found) == list(TABLES)
-    for subject, (header, lines) in TABLES.items():
-        table = found[subject]
-        assert table.header[:3] == ("case", "dtype", "call")
-        assert "|".join(table.header[3:]).startswith(header)
-        assert "\n".join("|".join(line[3:]) for line in table.lines).startswith(lines), subject
-        text = table.text().splitlines()
-        assert text[1] == table.title and len({*map(len, text[2:])}) == 1
-    assert len(found["kernels"].lines) == 1, "a copy has no line of its own"
-
-
-# On a page: case and call of the first line, then what is left of the columns.
-NARROW = {
-    "loops": ("conv net, 10 parameters|AdamW", "torch, us|ampfast, us|faster|spread"),
-    "host": ("1000x4|unscale_ + update", "torch, us|ampfast, us|faster|spread"),
-    "clip": ("bert_base|clip", "torch, ms|ampfast, ms|faster|spread"),
-    "training": ("gpt2|AdamW", "no scaler, ms|torch, ms|ampfast, ms|faster"),
-    "growth": ("10x100|by tensors", "torch, ms|ampfast, ms|faster|spread"),
-    "slopes": ("tensors|slope", "torch, ns each|ampfast, ns each|faster"),
-    "kernels": ("bert_base, float32|unscale", "torch, ms|ampfast, ms|faster|of a copy"),
-    "masters": ("1000x4|master weights", "a loop, ms|torch, ms|ampfast, ms|faster"),
-    "steps": ("1000x1k, cold|full step, triton", "torch, ms|ampfast, ms|faster|spread"),
-}
-
-
-def test_tables_of_pages_have_at_most_six_columns():
-    slope = [
-        Row("growth", "tensors", "float32", "slope", side, ns_each=ns, vs_torch=ratio)
-        for side, ns, ratio in (("torch", 9.0, None), ("ampfast", 3.0, 3.0))
-    ]
-    more = both("kernels", "bert_base", "float16", "unscale", 2.0, 1.0)
-    on_cpu = results([*cpu_results().rows, *slope, *more])
-    found = [*tables.for_pages(on_cpu), *tables.for_pages(gpu_results())]
-    for table, (names, columns) in zip(found, NARROW.values(), strict=True):
-        assert "|".join(table.header) == f"case|call|{columns}"
-        assert "|".join(table.lines[0]).startswith(f"{names}|")
-        assert all(len(line) == len(table.header) <= 6 for line in table.lines)
-    (growth, slopes), kernels = found[4:6], found[6]
-    assert len(growth.lines) == 2 and slopes.lines == [("tensors", "slope", "9", "3", "3.00x")]
-    assert growth.how.endswith(" All rows are of float32.")
-    assert kernels.how == tables.SUBJECTS["kernels"][1]
-
-
-@pytest.mark.parametrize(
-    ("show", "value", "text"),
-    [
-        *((tables.number, *each) for each in [(None, "-"), (0, "0"), (0.0043, "0.0043")]),
-        *((tables.number, *each) for each in [(0.5, "0.50"), (12.34, "12.3"), (1234, "1,234")]),
-        *((tables.times, *each) for each in [(2.0, "2.00x"), (0.998, "1.00x"), (None, "-")]),
-        *[(tables.times, 0.5, "2.00x slower"), (tables.faster, 1.5, "1.50x faster")],
-        *[(tables.faster, 0.4, "2.50x slower"), (tables.percent, 0.123, "0.12%")],
-        (tables.percent, 123.4, "123%"),
-    ],
-)
-def test_figures_are_rounded_and_say_what_is_slower(show, value, text):
-    assert show(value) == text
-
-
-def test_score_counts_what_is_won_tied_and_lost():
-    times = (5.0, 9.6, 10.0, 10.4, 12.0, 20.0)
-    rows = [row for ours in times for row in both("host", f"{ours}", "f", "unscale", 10.0, ours)]
-    told = "Against torch, of 6 measurements: 1 faster, 3 as fast within 5%, 2 slower."
-    assert tables.score(results(rows)) == told
-    assert tables.score(results([])) == "Against torch: not measured."
-
-
-def test_a_step_gains_what_torchs_takes_longer():
-    rows = [
-        *both("training", "a", "bfloat16", "SGD", 100.0, 95.0),
-        *both("training", "b", "bfloat16", "SGD", 99.0, 100.0),
-    ]
-    told = tables.gain_of_the_import(results(rows))
-    assert told == (
-        "On the nets measured (a; b), the import alone makes a whole training step 2.0% shorter "
-        "than with torch's scaler: the median of 2 kinds of step, between 1.0% longer and 5.0% "
-        "shorter."
-    )
-    # Clipping by the scaler is another call than torch's.
-    other = dataclasses.replace(rows[1], call="SGD, clip by the scaler", vs_torch=2.0)
-    assert tables.gain_of_the_import(results([*rows, other])) == told
-
-
-@pytest.mark.parametrize(
-    ("over", "told"), [((0.9, 0.95, 1.2), "5.0% shorter"), ((1.02,), "2.0% longer")]
-)
-def test_a_clipped_step_is_compared_with_torchs_without_a_scaler(over, told):
-    row = both("training", "a", "bfloat16", "SGD, clip by the scaler", 10.0, 9.0)[1]
-    clipped = [dataclasses.replace(row, replaces="SGD, clip", over_none=each) for each in over]
-    assert tables.gain_of_clipping(results([row, *clipped])) == (
-        f"With ampfast's scaler and its clipping, a whole training step is {told} (median) than "
-        "with torch's clipping and no scaler."
-    )
-
-
-def test_the_readme_has_three_loops_steps_that_clip_and_the_gain_of_clipping():
-    made = cpu_results()
-    assert pages.readme_block(made) == (
-        "With ampfast's scaler and its clipping, a whole training step is 10.0% shorter (median) "
-        "than with torch's clipping and no scaler.\n"
-        "\n"
-        "| time under bfloat16 of | no scaler | torch's scaler | ampfast | faster than torch's |\n"
-        "| --- | --: | --: | --: | --: |\n"
-        "| scaler alone: conv net, 10 parameters | - | 130 us | 50 us | 2.60x |\n"
-        "| scaler alone: perceptron 31x32, batch 64, 62 parameters | - | 200 us | 80 us | 2.50x |\n"
-        "| scaler alone: perceptron 3x512, batch 128, 6 parameters | - | 100 us | 80 us | 1.25x |\n"
-        "| whole step, clipped: rn, SGD | 10 ms | 12.5 ms | 9 ms | 1.39x |\n"
-        "\n"
-        "Measured on a cpu (2 cores, threads: 1) with torch 2.99+cpu, commit abc, 2030-01-02. "
-        "Medians, both sides in one run; all of it: "
-        f"[`{NAME}`](benchmarks/results/{NAME}). {tables.score(made)}"
-    )
-    none = pages.readme_block(results([]))
-    assert ": conv net | - | not measured | not measured | - |" in none
-    assert none.startswith("What clipping by the scaler gains in a whole training step: not ")
-    loop = both("loops", "conv net", "bfloat16", "AdamW, schedule", 200.0, 50.0, tensors=9)
-    scheduled = results([*made.rows, *loop])
-    assert "9 parameters, schedule | - | 200 us | 50 us | 4.00x |" in pages.readme_block(scheduled)
-    (axes,) = pictures.draw(scheduled)["loops"].axes
-    (label,) = [text.get_text() for text in axes.get_yticklabels()]
-    assert label == "conv net\n9 parameters, AdamW, schedule"
-    block = pages.full_block(gpu_results())
-    assert "Measured on a gpu (driver 1.2), a cpu" in block and "(110 tensors a launch)" in block
-
-
-def test_the_page_of_benchmarks_begins_with_a_picture_and_ten_rows():
-    more = [
-        *both("training", "gpt2, width 96 of 768", "bfloat16", "AdamW", 12.5, 10.0),
-        *both("clip", "bert_base", "float32", "clip", 4.0, 2.0),
-        *both("aten", "62x4", "float32", "full step", 70.0, 140.0),
-    ]
-    more[-1] = dataclasses.replace(more[-1], side="ampfast, aten")
-    none = dataclasses.replace(more[0], side="no scaler")
-    picture, table, *told = pages.docs_block(results([none, *more])).split("\n\n")
-    assert picture == "![Scaler's own time in training loops](measured/loops.svg)"
-    assert [line.rpartition(" | ")[0] for line in table.splitlines()[-4:]] == [
-        "| whole step, the import alone: gpt2, width 96 of 768, AdamW | 12.5 ms | 12.5 ms | 10 ms",
-        "| unscale and clip: gradients of BERT-base, float32 | - | 4 ms | 2 ms",
-        "| check: gradients of BERT-base, float32 | - | not measured | not measured",
-        "| scaler with torch's ops as the backend: 62 parameters | - | 70 ms | 140 ms",
-    ]
-    assert table.endswith(" | 2.00x slower |")
-    assert told[0].startswith("On the nets measured") and told[1].startswith("Measured on")
-    file = next((ROOT / pages.RESULTS).glob("cpu-*.json"))
-    shown = pages.docs_block(Results.read(file))
-    assert shown.count("\n|") == 2 + 10 and pages.tables.NOT_MEASURED not in shown
-
-
-def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_path):
+def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     for page in pages.PAGES:
         (tmp_path / page).write_text(f"before\n{pages.START}\nold\n{pages.END}\nafter\n")
-    file, made = tmp_path / "run.json", cpu_results()
-    made.write(file)
-    pages.write_pages(tmp_path, file)
+    file, made = tmp_path / "run.json", Results.read(CPU)
+    write = ["readme", str(file), "--write", str(tmp_path)]
+    for year in ("2030", "2031"):
+        made.date = f"{year}-01-02T00:00:00+00:00"
+        made.write(file)
+        assert command.main(write) == 0
+        (kept,) = (tmp_path / pages.RESULTS).iterdir()
+        assert kept.name == f"cpu-torch2.13.0-{year}-01-02.json" and Results.read(kept) == made
     for page, block in pages.PAGES.items():
         text = f"before\n{pages.START}\n{block(made)}\n{pages.END}\nafter\n"
         assert (tmp_path / page).read_text() == text
         for link in re.findall(r"\]\((.+?)\)", text):
             assert ((tmp_path / page).parent / link).is_file()
-    assert Results.read(tmp_path / pages.RESULTS / NAME) == made
-    dataclasses.replace(made, date="2031-01-01T00:00:00+00:00").write(file)
-    pages.write_pages(tmp_path, file)
-    (kept,) = (tmp_path / pages.RESULTS).iterdir()
-    assert kept.name == "cpu-torch2.99-2031-01-01.json"
 
     def refuses(told):
         before = {path: path.read_text() for path in tmp_path.rglob("*.*")}
@@ -316,113 +121,93 @@ def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_p
             pages.write_pages(tmp_path, file)
         assert {path: path.read_text() for path in tmp_path.rglob("*.*")} == before
 
-    rows = [row for row in made.rows if row.case != pages.LOOPS[1]]
-    dataclasses.replace(made, rows=rows).write(file)
-    refuses(f"run.json lacks .*: {pages.LOOPS[1]}$")
-    made.write(file)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        refuses("pictures need matplotlib: pip install matplotlib")
     for text in ("", pages.START, pages.END + pages.START, 2 * pages.START + pages.END):
         (tmp_path / pages.DOCS).write_text(text)
         refuses(f"{pages.DOCS} must contain")
-
-
-def test_the_pages_agree_with_the_results_that_they_name():
-    for page, block in pages.PAGES.items():
-        _, section, _ = pages.split(ROOT / page)
-        (name,) = re.findall(rf"{pages.RESULTS}/([^)\s]+\.json)\)", section)
-        assert section == f"\n{block(Results.read(ROOT / pages.RESULTS / name))}\n"
-        for picture in re.findall(r"!\[.+?\]\((.+?)\)", section):
-            assert ((ROOT / page).parent / picture).is_file()
-    for path in (ROOT / pages.RESULTS).rglob("*.json"):
-        assert tables.of(Results.read(path))
-        assert path.stat().st_size < 300_000
-
-
-def test_pictures_show_what_was_measured(tmp_path):
-    drawn = pictures.draw(cpu_results())
-    assert list(drawn) == ["loops", "host", "throughput", "training", "clip", "growth"]
-    assert pictures.draw(results([])) == {}
-    widths = {
-        name: [bar.get_width() for bar in figure.axes[0].patches if bar.get_width()]
-        for name, figure in drawn.items()
-    }
-    assert widths["loops"] == [130.0, 50.0, 200.0, 80.0, 100.0, 80.0]
-    assert (widths["throughput"], widths["clip"]) == ([4.0, 8.0], [2.0, 8.0])
-    assert widths["training"] == [1.25, 1.0, 1.25, 1.25, 0.9, 0.9]
-    (axes,) = drawn["growth"].axes
-    curves = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert curves == {"torch": [10, 100], "ampfast": [1.0, 1.0]}
-    row = both("clip", "a", "float32", "clip", 10.0, 25.0)[1]
-    assert pictures.speedup(row)[1:3] == (0.4, "2.50x slower")
-    assert pictures.speedup(row)[3:5] == pytest.approx((0.4 / 1.1, 0.4 / 0.9))
-    assert pictures.over_none(dataclasses.replace(row, over_none=2.0))[3:5] == (1.8, 2.2)
-    assert pictures.own_time(dataclasses.replace(row, host_us=row.ms))[1:5] == (
-        *(25.0, "25 (2.50x slower)", 22.5, 27.5),
-    )
-    text = pictures.svg(drawn["loops"])
-    assert "Scaler's own time in training loops" in text
-    assert pictures.svg(pictures.draw(cpu_results())["loops"]) == text
-    for name in ("old.svg", "kept.txt"):
-        (tmp_path / name).touch()
-    pictures.write(pictures.draw(results(cpu_results().rows[:2])), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"loops.svg", "loops.png", "kept.txt"}
+    results([]).write(file)
+    refuses(r"run.json lacks rows that README.md shows")
 
 
 def test_the_report_opens_with_the_score_and_pictures_and_folds_tables(tmp_path):
-    made = cpu_results(complete=False, notes=["FAILED <b>: torch's bits"])
-    text = pages.write_report(made, tmp_path).read_text()
+    made = dataclasses.replace(Results.read(CPU), complete=False, notes=["FAILED <b>: torch's"])
+    made.machine["load"] = 3.1
+    made.write(tmp_path / "run.json")
+    (tmp_path / pages.PLOTS).mkdir()
+    (tmp_path / pages.PLOTS / "old.svg").touch()
+    assert command.main(["report", str(tmp_path / "run.json")]) == 0
+    text = (tmp_path / pages.REPORT).read_text()
     parts = ("Against torch, of ", "On the nets measured", "data:image", "<details", "<table>")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    for told in ("The run was not complete", "FAILED &lt;b&gt;: torch&#39;s bits"):
+    for told in (
+        *("The run was not complete; its notes say why.", "1 of its parts failed."),
+        *("The load average was 3.1 when it began.", "FAILED &lt;b&gt;: torch&#39;s"),
+    ):
         assert told in text
     assert not re.search(r"https?://", text), "nothing is fetched"
     assert re.findall(r'<details id="(\w+)">', text) == [t.subject for t in tables.of(made)]
-    assert {path.name for path in tmp_path.iterdir()} == {pages.REPORT, pages.PLOTS}
+    drawn = {path.stem for path in (tmp_path / pages.PLOTS).iterdir()}
+    assert drawn == {"loops", "host", "throughput", "training", "clip", "growth"}
 
 
-def _row(low=10, middle=11, high=12, case="list", **more):
-    ms = Spread(low, middle, high)
-    return Row("kernels", case, "float32", "check", "ampfast", **{"ms": ms, **more})
+def test_pictures_show_what_was_measured():
+    rows = [_row(case="a", call="unscale", bytes=8 * 10**6, copy_gb_s=2.0, vs_torch=2.0)]
+    rows.append(dataclasses.replace(rows[0], subject="clip"))
+    rows.append(
+        _row(subject="loops", call="AdamW, schedule", ms=None, host_us=Spread(8.0, 10.0, 14.0))
+    )
+    drawn = pictures.draw(results([dataclasses.replace(row, tensors=5) for row in rows]))
+    for name, value, ends in (
+        *(("throughput", 8 / 11, (8 / 12, 8 / 10)), ("clip", 2.0, (2 * 11 / 12, 2 * 11 / 10))),
+        ("loops", 10.0, (8.0, 14.0)),
+    ):
+        (axes,) = drawn[name].axes
+        assert axes.patches[0].get_width() == pytest.approx(value)
+        assert axes.collections[0].get_segments()[0][:, 0] == pytest.approx(ends)
+    assert len(drawn) == 3
 
 
 @pytest.mark.parametrize(
     ("second", "ratio", "verdict"),
     [
-        *[(_row(10, 11, 12), "1", "within spread"), (_row(5, 6, 9.9), "0.55", "faster")],
-        *[(_row(5, 6, 10), "0.55", "within spread"), (_row(12, 20, 30), "1.82", "within spread")],
-        (_row(12.1, 20, 30), "1.82", "slower"),
-        (_row(ms=None, host_us=Spread(1, 2, 3)), "0.67", "within spread"),
-        (_row(ms=None, ns_each=1.0), "0.50", "no spread"),
+        *[(_row(10, 11, 12), 1, "within spread"), (_row(5, 6, 9.9), 6 / 11, "faster")],
+        *[(_row(5, 6, 10), 6 / 11, "within spread"), (_row(12, 20, 30), 20 / 11, "within spread")],
+        (_row(12.1, 20, 30), 20 / 11, "slower"),
+        (_row(ms=None, host_us=Spread(1, 2, 3)), 2 / 3, "within spread"),
+        (_row(ms=None, ns_each=1.0), 0.5, "no spread"),
     ],
 )
 def test_faster_means_beyond_both_spreads(second, ratio, verdict):
     first = _row(host_us=Spread(2, 3, 4), ns_each=2.0)
-    (line,) = compare.table(results([first]), results([second]), everything=True).lines
-    assert line[-2:] == (ratio, verdict)
-    shown = compare.table(results([first]), results([second])).lines
-    assert len(shown) == (verdict != "within spread")
+    ((*_, before, after, said),) = tables.changes(results([first]), results([second]))
+    assert (after / before, said) == (pytest.approx(ratio), verdict)
+    for everything in (False, True):
+        text = "\n".join(tables.comparison(results([first]), results([second]), everything))
+        assert text.count("  list  ") == (everything or verdict != "within spread")
 
 
 def test_rows_are_paired_by_name_and_other_machines_are_named_first(tmp_path, capsys):
-    hot, cold = _row(), _row(case="list, cold")
-    first = results([hot, cold])
-    second = results(
-        [_row(1, 2, 3, case="list, cold"), dataclasses.replace(hot, subject="steps")],
-        machine={**MACHINE, "cores": 64, "load": 99.0},
-        torch="3.0",
-        complete=False,
-    )
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, made in zip(files, (first, second), strict=True):
-        made.write(file)
-    assert command.main(["compare", *map(str, files)]) == 0
+    other = dataclasses.replace(_row(), subject="steps")
+    changed = {"machine": {**MACHINE, "cores": 64, "load": 99.0}, "torch": "3.0"}
+    made = {
+        "a.json": results([_row(), _row(case="list, cold")]),
+        "b.json": results([_row(1, 2, 3, case="list, cold"), other], **changed),
+    }
+    for name, each in made.items():
+        each.write(tmp_path / name)
+    assert command.main(["compare", *(str(tmp_path / name) for name in made)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        *("cores differs: 2 and 64", "torch differs: 2.99+cpu and 3.0"),
-        "so times differ for more reasons than ampfast's code",
-    ]
-    assert lines[4].endswith("its notes say why. The load average was 99.0 when it began.")
-    assert lines[-3:] == [
-        *("1 faster", "only in the first: 1 rows (kernels)", "only in the second: 1 rows (steps)"),
-    ]
-    assert next(compare.summary(results([hot]), results([]))) == "the two have nothing in common"
+    assert lines[:2] == ["cores differs: 2 and 64", "torch differs: 2.99+cpu and 3.0"]
+    assert lines[2] == "so times differ for more reasons than ampfast's code"
+    assert lines[4].endswith("The load average was 99.0 when it began.")
+    only = ["only in the first: 1 rows (kernels)", "only in the second: 1 rows (steps)"]
+    assert lines[-3:] == ["1 faster", *only]
+
+
+def test_the_page_has_the_table_of_the_code_and_of_the_committed_results():
+    _, block, _ = pages.split(ROOT / model.PAGE)
+    expected = model.block(pages.committed(ROOT))
+    assert block.strip() == expected, "renew it: python -m benchmarks model --write ."

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,12 +64,6 @@ def test_no_code_hides_behind_another_fence() -> None:
     assert any(block[0] == README for block in BLOCKS)
 
 
-@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
-def test_no_table_is_wider_than_six_columns(page: Path) -> None:
-    rules = re.findall(r"^\|[ :|-]+\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert max((rule.count("|") - 1 for rule in rules), default=0) <= 6
-
-
 def test_quoted_output_is_that_of_the_committed_runs() -> None:
     printed = (ROOT / "benchmarks/results/printed.txt").read_text(encoding="utf-8")
     readme, migration = (page.read_text("utf-8") for page in (README, DOCS / "migration.md"))
@@ -98,12 +90,6 @@ def test_every_page_is_in_the_menu_or_linked_from_a_page_there() -> None:
     links = {path for page in listed for path, _ in LINK.findall((DOCS / page).read_text("utf-8"))}
     assert set(hidden) <= links
     assert re.findall(r"^  - (.+):$", nav, re.MULTILINE) == ["Start", "Use", "For contributors"]
-
-
-def test_the_site_shows_the_version() -> None:
-    settings = SimpleNamespace(site_name="ampfast")
-    hook = runpy.run_path(str(DOCS / "site_version.py"))["on_config"]
-    assert hook(settings).site_name == f"ampfast {ampfast.__version__}"
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
@@ -137,28 +123,12 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     assert [name for name in public if getattr(ampfast, name) not in shown] == []
 
 
-def test_the_make_commands_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    text = "".join(page.read_text(encoding="utf-8") for page in (README, CONTRIBUTING, *PAGES))
-    named = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE))
-    assert len(named) >= 10
-    for command in named:
-        assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
-
-
 INTERNALS = (DOCS / "internals.md").read_text(encoding="utf-8")
 NAMED = [
     (path, name)
     for path, names in re.findall(r"`([\w/]+\.\w+)`:((?:\s+`\w+`,?)+)", INTERNALS)
     for name in re.findall(r"`(\w+)`", names)
 ]
-
-
-def test_all_ten_steps_name_functions() -> None:
-    steps = re.split(r"^\d+\. ", INTERNALS.split("\n## ")[0], flags=re.MULTILINE)[1:]
-    assert len(steps) == 10
-    assert all(re.search(r"`[\w/]+\.\w+`:\s+`\w+`", step) for step in steps)
-    assert len(NAMED) >= 20
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=lambda part: part)
@@ -169,10 +139,3 @@ def test_a_function_is_where_internals_say(path: str, name: str) -> None:
         rf"^ *(?:def|class) {name}\b" if is_python else rf"^\w.*(?:\)\n +)?\b{name}(?:\(| \{{| : )"
     )
     assert re.search(definition, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def test_the_tree_of_internals_exists() -> None:
-    rows = re.findall(r"^\| (`[^|]+`) \|", INTERNALS.split("## The tree")[1], re.MULTILINE)
-    named = [path for cell in rows for path in re.findall(r"`([^`]+)`", cell)]
-    assert len(named) >= 7
-    assert [path for path in named if not (ROOT / path).exists()] == []

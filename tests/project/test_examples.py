@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from ampfast import LogMax, report
 
 pytestmark = pytest.mark.sweep
 
@@ -92,55 +89,6 @@ def test_fine_tuning_in_16_bit(
     assert fp16_masters == pytest.approx(fp32, rel=0.02, abs=2e-4)
 
 
-def test_policies_are_replayed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = example("policies")
-    module.main(["--steps", "10", "--device", "cpu"])
-    _, *rows = capsys.readouterr().out.splitlines()
-    names = [f"torch, interval {interval}" for interval in module.INTERVALS]
-    assert [row[:26].strip() for row in rows if "LogMax(" not in row] == names
-    assert rows[-1].startswith("LogMax()") and all(row[26:].split()[0] == "0" for row in rows)
-    # Peaks that torch's scale of 2^16 makes overflow twice, and values that vanish at 2^14.
-    counts = torch.zeros(300, dtype=torch.int64)
-    counts[[-40 - module.FIRST, -39 - module.FIRST, -module.FIRST]] = torch.tensor([1, 2, 1])
-    steps = [(2.0, counts)] * 10
-    assert module.replayed(steps, {}) == (2, 0.25, 14.0)
-    # The first step decides: the others are scaled by 2^13.
-    policy = {"init_scale": 2.0**14, "policy": LogMax(headroom=2)}
-    skipped, vanished, _ = module.replayed(steps[2:], policy)
-    assert skipped == 0 and vanished == pytest.approx((0.25 + 7 * 0.75) / 8)
-
-
-def test_policies_are_compared_where_as_many_values_vanish(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = example("policies")
-    counts = torch.zeros(300, dtype=torch.int64)
-    counts[[exponent - module.FIRST for exponent in range(-40, -30)]] = 1
-    steps = [(2.0 ** (turn % 3), counts) for turn in range(60)]
-    shares = [module.replayed(steps, module.log_max(tenths / 10))[1] for tenths in range(61)]
-    assert shares == sorted(shares) and len(set(shares)) > 3
-    sigmas = module.sigmas_for(steps, shares[20])
-    assert sigmas == max(tenths for tenths in range(61) if shares[tenths] == shares[20]) / 10
-    assert module.sigmas_for(steps, shares[0] / 2) is None
-
-
-def test_the_picture_of_fine_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = example("finetune_16bit")
-    curves = {(way, rate): [(0, 2.0), (30, 1.5)] for way in module.WAYS for rate in module.RATES}
-    curves["fp16", 1e-4] = [(0, 2.0), (30, math.nan)]
-    for name in "ab":
-        module.draw(curves, tmp_path / f"{name}.svg")
-    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert drawn == (tmp_path / "b.svg").read_text(encoding="utf-8")
-    assert drawn.count(">fp32<") == 2 and drawn.count(">fp16, then NaN<") == 1
-
-
 def test_bad_batches_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,37 +98,6 @@ def test_bad_batches_are_skipped(
     assert clean[1:] == clipped[1:] == ["0", "0"]
     assert skipped[1] == "8" and int(skipped[2]) <= 2
     assert float(skipped[0]) - float(clean[0]) < 0.1 < float(clipped[0]) - float(clean[0])
-
-
-def test_the_picture_of_spikes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = example("spikes")
-    curves = {way: [(10, 2.0), (20, 1.5)] for way in module.WAYS}
-    steps, spiked = torch.arange(20), torch.arange(20) >= 17
-    norms = torch.ones(20)
-    unknown = norms * math.nan
-    history = report.History(steps, norms, spiked, norms, ~steps.isnan(), spiked, unknown)
-    for name in "ab":
-        module.draw(curves, history, tmp_path / f"{name}.svg")
-    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert drawn == (tmp_path / "b.svg").read_text(encoding="utf-8")
-    assert all(f">{way}<" in drawn for way in module.WAYS) and ">skipped: 3 of 20<" in drawn
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "package"),
-    [
-        ("digits", "sklearn.datasets", "scikit-learn"),
-        ("reinforcement", "gymnasium", "gymnasium"),
-    ],
-)
-def test_missing_entries_are_named(
-    name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=f"needs {package}: pip install {package}$"):
-        example(name)
 
 
 def test_the_documentation_lists_all() -> None:

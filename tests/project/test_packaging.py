@@ -1,10 +1,9 @@
-"""Build decisions, source distribution, wheels, and one-line errors of the Makefile."""
+"""Build decisions, source distribution, and wheels."""
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -37,9 +36,6 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-ERROR = "/usr/bin/cc: error: unsupported GNU version! gcc later than 15 are not supported!"
-
-
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     """Path of kernels that are yet to be compiled, by an nvcc that writes its arguments there."""
@@ -69,38 +65,6 @@ def test_kernels_are_compiled_once_for_what_nvcc_knows(kernels, monkeypatch):
     assert SETUP.build_kernels() == "", "compiled elsewhere, as those of a wheel"
 
 
-def test_a_build_goes_on_without_kernels(kernels, tmp_path, monkeypatch, capsys):
-    nvcc = tmp_path / "toolkit/bin/nvcc"
-    for text, reason in (
-        (f"echo warning >&2; echo '{ERROR}' >&2; exit 1", "unsupported GNU"),
-        ("exit 3", "exit code 3"),
-    ):
-        kernels.write_text("of other sources")
-        os.utime(kernels, (0, 0))
-        script(nvcc, text)
-        why = SETUP.build_kernels()
-        assert why.startswith("nvcc does not compile them: ") and reason in why
-        assert list(tmp_path.glob("kernels.*")) == []
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    SETUP.say_what_is_left_out(SETUP.build_kernels())
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "nvcc was not found" in said and "Triton's kernels serve GPUs" in said
-    SETUP.say_what_is_left_out("")
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("content", ["no program", "#!/no/such/shell"])
-def test_an_nvcc_that_does_not_start_is_none(content, kernels, tmp_path, monkeypatch):
-    nvcc = tmp_path / "toolkit/bin/nvcc"
-    nvcc.write_text(content)
-    assert re.match("nvcc does not compile them: .Errno ", SETUP.build_kernels())
-    monkeypatch.delenv("CUDA_HOME")
-    shutil.copy(nvcc, tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert SETUP.find_nvcc() is None
-
-
 def test_kernels_are_compiled_again_for_each_of_their_sources():
     """As a compiler finds what they include."""
     host = ROOT / "tests/support/host_cuda"
@@ -108,38 +72,6 @@ def test_kernels_are_compiled_again_for_each_of_their_sources():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     included = {Path(name).resolve() for name in re.findall(r"\S+csrc\S+", done.stdout)}
     assert included == {ROOT / name for name in SETUP.found(*SETUP.KERNEL_SOURCES)}
-
-
-def test_headers_are_not_where_debian_installs_others(monkeypatch):
-    def get_path(name, scheme="posix_local"):
-        return "/nowhere" if scheme == "posix_local" else actual(name, scheme)
-
-    actual = sysconfig.get_path
-    monkeypatch.setattr(sysconfig, "get_path", get_path)
-    runpy.run_path(str(ROOT / "setup.py"))["require_toolchain"]()
-
-
-def test_nvcc_is_found_behind_a_wrapper_and_by_its_variable(tmp_path, monkeypatch):
-    real = script(tmp_path / "toolkit/bin/nvcc", "exit 0")
-    says_where = f"echo '#$ TOP={tmp_path}/toolkit/bin/..' >&2"
-    wrapper = script(tmp_path / "elsewhere/bin/nvcc", says_where)
-    monkeypatch.setenv("PATH", str(wrapper.parent))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    assert SETUP.find_nvcc() == str(real.resolve())
-
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "elsewhere"))
-    assert SETUP.find_nvcc() == str(wrapper.resolve())
-
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    assert SETUP.find_nvcc() is None
-
-
-def test_a_build_is_keyed_on_its_dependencies(monkeypatch):
-    before = SETUP.build_key()
-    assert SETUP.build_key() == before
-    monkeypatch.setenv("CXXFLAGS", "-DSOMETHING")
-    assert SETUP.build_key() != before
 
 
 def test_flags_keep_the_arithmetic():
@@ -224,10 +156,6 @@ def test_a_wheel_of_cores(sources, tmp_path):
     WHEELS.require_cores_and_kernels(wheel, 2)
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("ampfast.libs/libtorch-1234.so.2", b"")
-    without = tmp_path / "without.whl"
-    zipfile.ZipFile(without, "w").close()
-    with pytest.raises(SystemExit, match=r"without.whl has no ampfast/kernels.fatbin"):
-        WHEELS.require_cores_and_kernels(without, 0)
     with pytest.raises(SystemExit, match=r"should hold 2 cores alone, has .*libtorch"):
         WHEELS.require_cores_and_kernels(wheel, 2)
 
@@ -238,30 +166,6 @@ def test_an_isolated_build_takes_the_installed_torch(sources):
     oldest = "torch>={}.{}".format(*SETUP.OLDEST_TORCH)
     without = backend("get_requires_for_build_wheel", cwd=sources, hidden="torch")
     assert without == repr([oldest])
-
-
-@pytest.mark.parametrize(
-    ("versions", "text"),
-    [
-        (["2.13"], "not a version of torch, such as 2.13.0: 2.13"),
-        (["2.13.0", "2.13.1"], "one patch release of a torch"),
-    ],
-)
-def test_wheels_for_no_or_the_same_torch_are_refused(monkeypatch, versions, text):
-    monkeypatch.setattr(sys, "argv", ["wheels.py", "make", *versions])
-    with pytest.raises(SystemExit, match=re.escape(text)):
-        WHEELS.main()
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "expected"),
-    [
-        ("2.13.0+cpu", ("+torch2.13", "torch==2.13.*")),
-        ("2.14.1", ("+torch2.14", "torch==2.14.*")),
-    ],
-)
-def test_a_build_names_its_torch(torch_version, expected):
-    assert SETUP.fits(torch_version) == expected
 
 
 def test_the_changelog_knows_this_version():
@@ -292,24 +196,6 @@ def test_automation_runs_commands_of_the_makefile(automated):
         assert set(called) <= targets, name
 
 
-@pytest.mark.parametrize("why", ["", "nvcc was not found"])
-def test_kernels_of_a_wheel(monkeypatch, tmp_path, why):
-    tree = tmp_path / "tree"
-    (tree / "ampfast").mkdir(parents=True)
-    (tree / "setup.py").write_text(
-        f"def build_kernels():\n    open('ampfast/kernels.fatbin', 'w').close()\n    return {why!r}"
-    )
-    monkeypatch.setattr(WHEELS, "unpacked", lambda sources: tree)
-    monkeypatch.setattr(WHEELS, "LOG", tmp_path / "log")
-    kept = tmp_path / "kernels.fatbin"
-    if why:
-        with pytest.raises(SystemExit, match=why):
-            WHEELS.build_kernels(tmp_path, kept)
-    else:
-        WHEELS.build_kernels(tmp_path, kept)
-    assert kept.exists() is not bool(why)
-
-
 def test_wheels_and_ci_serve_the_oldest_the_pinned_and_the_newest_torch(automated, monkeypatch):
     served, *pinned = [
         re.findall(r"^torch==([\d.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)
@@ -323,68 +209,3 @@ def test_wheels_and_ci_serve_the_oldest_the_pinned_and_the_newest_torch(automate
     assert WHEELS.listed() == served
     monkeypatch.setattr(sys, "version_info", (3, 10))
     assert WHEELS.listed() == served[:-1]
-
-
-def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs make as a user would, even within another make."""
-    variables = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "PYTHONPATH", "VENV", "CXX")
-    environment = {name: value for name, value in os.environ.items() if name not in variables}
-    return subprocess.run(
-        ["make", "--no-print-directory", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Directory with the files that the Makefile reads before a build."""
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
-    for name in ("Makefile", "setup.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
-    (tmp_path / "csrc").mkdir()
-    return tmp_path
-
-
-def complaint(result: subprocess.CompletedProcess[str]) -> str:
-    """The only line printed by make besides its own final one."""
-    assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("make: ***")]
-    assert len(lines) == 1, result.stderr
-    return lines[0]
-
-
-@pytest.mark.parametrize("venv", ["VENV=", "VENV=environment"])
-def test_make_reports_an_old_python(checkout, venv):
-    old = script(checkout / "old", 'case "$1" in --version) echo Python 3.8.18;; *) exit 1;; esac')
-    result = make("test", f"PYTHON={old}", venv, cwd=checkout)
-    assert "Python 3.10 or newer" in complaint(result)
-    assert "3.8.18" in complaint(result)
-    assert not (checkout / "environment").exists()
-
-
-@pytest.mark.parametrize("venv", ["VENV=", "VENV=environment"])
-def test_make_reports_a_missing_compiler(checkout, venv):
-    result = make("demo", f"PYTHON={sys.executable}", venv, "CXX=no-such-c++", cwd=checkout)
-    assert "`no-such-c++` was not found; install one" in complaint(result)
-    assert not (checkout / "environment").exists()
-
-
-def test_make_reports_a_missing_torch(checkout):
-    bare = script(checkout / "bare", f'exec {sys.executable} -S "$@"')
-    result = make("test", f"PYTHON={bare}", "VENV=", cwd=checkout)
-    assert re.search(
-        r"torch, which is missing: run .*pip install 'torch>=2\.10'", complaint(result)
-    )
-
-
-def test_make_alone_lists_every_command(checkout):
-    result = make(cwd=checkout)
-    assert result.returncode == 0, result.stderr
-    for command in ("build", "check", "demo", "smoke", "test", "wheels"):
-        assert f"make {command}: " in result.stdout

@@ -65,13 +65,3 @@ def test_words_of_prose_are_found_and_code_is_not(
         "docs/page.md:2:told",
         "docs/page.md:6:stands in",
     ]
-
-
-def test_a_file_may_have_its_exceptions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "README.md").write_text("Told once.\n")
-    assert words.main(tmp_path) == 1
-    assert capsys.readouterr().out.startswith("README.md:1:Told: use ")
-    monkeypatch.setattr(words, "EXCEPTIONS", {"README.md": {"told"}})
-    assert words.main(tmp_path) == 0
