@@ -28,6 +28,7 @@ from .kernels import (
     lists_jobs,
 )
 from .machine import require_memory
+from .providers import exact_norm
 from .results import Row
 from .timing import Contenders, Job, Measured, Setting, Subject, assert_same
 
@@ -46,8 +47,6 @@ OVER_LISTS = {
     "clip": CLIPS,
     "tracking": [path for pair in TRACKED.items() for path in reversed(pair)],
 }
-# Beyond every norm: gradients are multiplied, but do not drift.
-NO_LIMIT = 1e30
 # Relative.
 NORM_TOLERANCE = 1e-6
 
@@ -178,7 +177,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 
 def iteration(
-    path: str, name: str, device: torch.device, scale: float, limit: float = NO_LIMIT
+    path: str, name: str, device: torch.device, scale: float, limit: float = math.inf
 ) -> tuple[Any, Callable[[NoOptimizer], Any]]:
     """A scaler, and the calls of a path, as in a training loop."""
     scaler = make_scaler(name, device, scale, **{"track": "overflow"} if path in TRACKED else {})
@@ -215,8 +214,13 @@ def iteration(
 def caller(
     path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
 ) -> Callable[[int], object]:
-    """One iteration per call: optimizers in turn, gradients halved and then doubled."""
-    turns = [iteration(path, name, device, scale)[1] for scale in (2.0, 0.5)]
+    """One iteration per call: optimizers in turn, gradients halved and then doubled.
+
+    Where they are clipped, they are doubled and clipped to the norm that they had.
+    """
+    norm = exact_norm([param.grad for param in optimizers[0].param_groups[0]["params"]])
+    scales = (0.5, 0.5) if path in CLIPS else (2.0, 0.5)
+    turns = [iteration(path, name, device, scale, norm)[1] for scale in scales]
     return in_turn(lambda optimizer, turn: turns[turn](optimizer), optimizers)
 
 
@@ -261,7 +265,7 @@ def assert_clip_parity(
     """Compares norm and gradients with torch's, within the error of torch's own norm."""
     ours, theirs, oracle = _sides(case, dtype, device)
     scale, what = 0.5, f"{path} by {name}, {case.name} {dtype_name(dtype)}"
-    exact = providers.exact_norm(ours) / scale
+    exact = exact_norm(ours) / scale
     _, call = iteration(path, "torch", oracle, scale, exact / 3)
     # torch rounds 16-bit norms to 16 bit.
     error = abs(call(optimizer_over(theirs, True)).item() - exact) / exact
