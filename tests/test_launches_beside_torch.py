@@ -1,0 +1,114 @@
+"""What a step costs a GPU by both scalers, as docs/kernels.md has it: counted by the ops of a CPU.
+
+The rule from ops to launches: each op that computes or copies starts one kernel or copy; views and
+empty tensors start none. torch's ops over a list start k, one for as many tensors as fit into a
+launch. `item` waits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.reference_launcher import ReferenceLauncher
+from support.twins import Side, side
+from torch.autograd.profiler import profile, record_function
+
+from ampfast import GradScaler, grad_scaler, passes
+
+PAGE = Path(__file__).parents[1] / "docs/kernels.md"
+OURS, HOST = "launch of ampfast's", "memory of the host"
+# Single launches, those over the list (k), bytes of N gradients of b bytes, and waits.
+ONE = Counter(single=1)
+COSTS = {
+    **dict.fromkeys(("mul", "add", "reciprocal", "clamp", "cat", "linalg_vector_norm"), ONE),
+    **dict.fromkeys(("fill_", "copy_", "_amp_update_scale_", OURS), ONE),
+    "_amp_foreach_non_finite_check_and_unscale_": Counter(k=1, bN=2),
+    # Zeroes partial sums before, and adds them up after its passes.
+    "_foreach_norm": Counter(single=2, k=1, bN=1),
+    "_foreach_mul_": Counter(k=1, bN=2),
+    "_local_scalar_dense": Counter(waits=1),
+    HOST: Counter(),
+}
+FREE = {"empty", "empty_like", "empty_strided", "as_strided", "detach", "view", "to"}
+
+# By the page's name of a step: the optimizer, and how each side clips.
+STEPS: dict[str, tuple[str, Callable[[Side], object] | None, Callable[[Side], object] | None]] = {
+    "plain optimizer": ("adam", None, None),
+    "fused optimizer": ("fused_adam", None, None),
+    "clipped": (
+        "adam",
+        lambda run: (
+            run.scaler.unscale_(run.optimizer),
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0, foreach=True),
+        ),
+        lambda run: run.scaler.clip_grad_norm_(run.optimizer, 1.0),
+    ),
+}
+
+
+def cost_of(events: Iterable[Any]) -> Counter[str]:
+    """Cost of ops; of those within one that has a price nothing is added."""
+    total: Counter[str] = Counter()
+    for event in events:
+        name = event.name.removeprefix("aten::")
+        if name in COSTS:
+            total += COSTS[name]
+        elif event.cpu_children:
+            total += cost_of(event.cpu_children)
+        else:
+            assert name in FREE, f"what does {name} cost?"
+    return total
+
+
+def step(
+    run: Side, clip: Callable[[Side], object] | None, launcher: ReferenceLauncher
+) -> Counter[str]:
+    """Cost of scaling, clipping, stepping and updating, less the optimizer's own step."""
+    for seed in range(2):
+        run.train(seed)
+    run.scaler.scale(run.loss(2)).backward()
+    run.optimizer.step = lambda: None
+    loss = torch.ones(())
+    launcher.read = launcher.written = 0
+    with profile() as seen:
+        run.scaler.scale(loss)
+        if clip is not None:
+            clip(run)
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+    cost = cost_of(event for event in seen.function_events if event.cpu_parent is None)
+    size = sum(p.grad.nbytes for p in run.model.parameters())
+    cost["bN"] += (launcher.read + launcher.written) // size
+    return cost
+
+
+def told(cost: Counter[str]) -> str:
+    passes = {0: "", 1: " + k"}.get(cost["k"], f" + {cost['k']}k")
+    size = "" if cost["bN"] == 1 else str(cost["bN"])
+    return f"{cost['single']}{passes}, {size}bN, {cost['waits']}"
+
+
+@pytest.fixture
+def counted(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> ReferenceLauncher:
+    """Launches without the ops that stand for them, and flags that are read as on a GPU."""
+    for name in ("multi_tensor", "clip_coefficient", "update_scale"):
+        monkeypatch.setattr(launcher, name, record_function(OURS)(getattr(launcher, name)))
+    monkeypatch.setattr(passes, "begin", record_function(HOST)(passes.begin))
+    monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
+    return launcher
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_costs_are_those_of_the_page(counted: ReferenceLauncher, name: str) -> None:
+    kind, theirs, ours = STEPS[name]
+    torchs = step(side(torch.amp.GradScaler, kind), theirs, counted)
+    ampfasts = step(side(GradScaler, kind), ours, counted)
+    text = PAGE.read_text(encoding="utf-8")
+    [row] = re.findall(rf"^\| {name} \| (.+) \|$", text, re.MULTILINE)
+    assert row == f"{told(torchs)} | {told(ampfasts)}"
