@@ -324,6 +324,8 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
     message = "dynamic=False, but the checkpoint's scale changes"
     torchs = torch.amp.GradScaler("cpu").state_dict()
     scaler = assert_refused(torchs, message, dynamic=False, init_scale=4.0)
+    for half_static in ({"growth_interval": 0}, {"backoff_factor": 1.0}):
+        assert_refused({**torchs, **half_static}, message, dynamic=False)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     assert scaler.get_scale() == 2.0
 
