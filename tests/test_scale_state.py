@@ -231,6 +231,8 @@ ABOVE = "_scale must be above 0 and finite"
         ({"hysteresis_refill": "never"}, ValueError, "must be one of growth, finite_step"),
         ({"on_min_scale": "shout"}, ValueError, "must be one of ignore, warn, raise, got 'shout'"),
         ({"on_min_scale": "warn"}, ValueError, "on_min_scale='warn' needs a min_scale"),
+        *(({"allow_fp16": value}, TypeError, "allow_fp16.*(None|int)") for value in (None, 1)),
+        ({"backend": "no such thing"}, ValueError, "no such thing"),
         ({"dynamic": None}, TypeError, "dynamic must be a bool, got NoneType"),
         ({"dynamic": False, "min_scale": 1.0}, ValueError, "dynamic=False never changes"),
         ({"dynamic": False, "hysteresis": 2}, ValueError, "dynamic=False never changes"),
