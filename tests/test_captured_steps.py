@@ -128,6 +128,7 @@ def anothers(training: Training, _: object) -> None:
         ("sgd", 1, with_(capture, "_current_device", lambda: OTHER), "on cpu, too"),
         ("momentum", 0, None, FIRST.format("SGD")),
         ("adam", 0, None, FIRST.format("Adam")),
+        ("fused_sgd", 0, None, "the first step of a fused SGD with momentum"),
         ("adam", 1, one_more, FIRST.format("Adam")),
         ("sgd", 1, anothers, FIRST.format("Own")),
     ],
@@ -142,7 +143,8 @@ def test_refused_before_anything_else(
     with capturing.of(training.scaler) as graph, named:
         training.scaler.step(training.optimizer)
     state = state_of(training)
-    assert state["stage"] is OptState.READY and not state["found_inf_per_device"]
+    assert state["stage"] is OptState.READY
+    assert kind == "fused_sgd" or not state["found_inf_per_device"]
     assert "begin" not in graph.calls
 
 
@@ -169,6 +171,8 @@ def test_refuses_reads_by_the_host(name: str, what: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):
         getattr(scaler, name)(*arguments)
+    with pytest.raises(RuntimeError, match="cannot capture the creation of the scale,"):
+        GradScaler("cpu", backend="aten").scale(torch.ones((), device="meta"))
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
 
 

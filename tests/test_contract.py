@@ -124,7 +124,6 @@ def scenario_of(cases: Iterable[Any]) -> Callable[[Callable[..., object]], None]
 ODD_ARGUMENTS: list[dict[str, Any]] = [
     *({"growth_factor": value} for value in (1.0, 0.5, float("nan"), None)),
     *({"backoff_factor": value} for value in (1.0, 2.0, "0.5")),
-    {"growth_factor": 1.0, "backoff_factor": 1.0},
     {"growth_factor": 1.0, "enabled": False},
     *({"growth_interval": value} for value in (0, None)),
     *({"init_scale": value} for value in (3, -2.0, torch.tensor(4.0))),
@@ -272,8 +271,6 @@ class Groups(list):
 GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
     "tuple of params": lambda p: [{"params": (p,)}],
     "generator of params": lambda p: [{"params": (x for x in [p])}],
-    "dict of params": lambda p: [{"params": {p: 1}}],
-    "ParameterList": lambda p: [{"params": torch.nn.ParameterList([p])}],
     "list that iterates otherwise": lambda p: [{"params": Groups([p])}],
     "generator of groups": lambda p: (g for g in [{"params": [p]}]),
     "UserDict": lambda p: [UserDict(params=[p])],

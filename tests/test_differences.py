@@ -50,6 +50,7 @@ class Case(NamedTuple):
         explicit: Whether `unscale_` comes first.
         flag: What the user writes to the flags of `unscale_`.
         dtype: Of the last gradient.
+        mends: Whether bad gradients are mended after `unscale_`, which still counts.
     """
 
     what: str
@@ -60,6 +61,7 @@ class Case(NamedTuple):
     explicit: bool = False
     flag: float | None = None
     dtype: torch.dtype = torch.float32
+    mends: bool = False
 
     def begin(self, run: Setup) -> None:
         """All before the step."""
@@ -68,6 +70,9 @@ class Case(NamedTuple):
         if self.flag is not None:
             for flag in run.scaler._found_inf_per_device(run.optimizer).values():
                 flag.fill_(self.flag)
+        if self.mends:
+            for param in run.parameters:
+                param.grad.nan_to_num_(0.0, 0.0, 0.0)
         if self.own is not None:
             run.optimizer.grad_scale = torch.tensor(self.own)
 
@@ -165,6 +170,7 @@ FUSED = [
         Case(OWN, [(8.0, 4.0)], 2.0, skips, own=own, explicit=True)
         for own, skips in ((2.0**-130, True), (0.0, True), (0.5, False))
     ),
+    Case(OWN, [(INF, 1.0)], 2.0, True, own=0.5, explicit=True, mends=True),
     *(
         Case(FLAG, [(INF if flag else 1.0,)], 2.0**16, flag != 0, explicit=True, flag=flag)
         for flag in (2.0, 0.5, NAN, INF, -1.0, 1.0, 0.0, -0.0)

@@ -17,8 +17,6 @@ from support.optimizers import OPTIMIZERS
 
 from ampfast import GradScaler
 
-TWO_KINDS = pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-
 
 def started(**arguments: Any) -> Any:
     return scalers.started(GradScaler, 2.0**16, **arguments)
@@ -56,7 +54,7 @@ def test_tells_about_the_last_step(kind: str, explicit: bool) -> None:
         scaler.update()
         assert scaler.step_skipped(optimizer) is is_bad
         answers.append(scaler.found_inf(optimizer))
-    # An answer once given is never rewritten.
+    # None was rewritten.
     assert_same(answers, [torch.tensor(value) for value in (0.0, 1.0, 0.0, 1.0, 1.0, 0.0)])
 
 
@@ -121,7 +119,7 @@ def test_ids_that_come_back_say_nothing(make: Any) -> None:
 
 
 @pytest.mark.parametrize("update", [True, False])
-@TWO_KINDS
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
 def test_optimizers_and_gradients_are_not_kept_alive(kind: str, update: bool) -> None:
     scaler, optimizer = started(), optimizer_of(kind)
     scaler.step(optimizer)

@@ -50,10 +50,6 @@ class Model:
 Program = Callable[[Model], object]
 
 
-def backward_of_a_list(model: Model) -> None:
-    sum(model.scaler.scale([model.loss(), model.loss()])).backward()
-
-
 def backward_of_a_generator(model: Model) -> None:
     sum(model.scaler.scale(model.loss() for _ in range(2))).backward()
 
@@ -113,7 +109,6 @@ PROGRAMS: dict[str, tuple[list[Program], bool]] = {
     "cleared": ([BACK, UNSCALE, CLEAR, BACK, END], True),
     "accumulated": ([BACK, UNSCALE, BACK, END], True),
     "clipped": ([BACK, CLIP, CLEAR, BACK, END], True),
-    "list": ([BACK, UNSCALE, backward_of_a_list, END], True),
     "generator": ([BACK, UNSCALE, backward_of_a_generator, END], True),
     "closure": ([closure], True),
     "closure that clears": ([lambda model: closure(model, clears=True)], True),

@@ -231,6 +231,8 @@ ABOVE = "_scale must be above 0 and finite"
         ({"hysteresis_refill": "never"}, ValueError, "must be one of growth, finite_step"),
         ({"on_min_scale": "shout"}, ValueError, "must be one of ignore, warn, raise, got 'shout'"),
         ({"on_min_scale": "warn"}, ValueError, "on_min_scale='warn' needs a min_scale"),
+        *(({"allow_fp16": value}, TypeError, "allow_fp16.*(None|int)") for value in (None, 1)),
+        ({"backend": "no such thing"}, ValueError, "no such thing"),
         ({"dynamic": None}, TypeError, "dynamic must be a bool, got NoneType"),
         ({"dynamic": False, "min_scale": 1.0}, ValueError, "dynamic=False never changes"),
         ({"dynamic": False, "hysteresis": 2}, ValueError, "dynamic=False never changes"),
@@ -324,6 +326,8 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
     message = "dynamic=False, but the checkpoint's scale changes"
     torchs = torch.amp.GradScaler("cpu").state_dict()
     scaler = assert_refused(torchs, message, dynamic=False, init_scale=4.0)
+    for half_static in ({"growth_interval": 0}, {"backoff_factor": 1.0}):
+        assert_refused({**torchs, **half_static}, message, dynamic=False)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     assert scaler.get_scale() == 2.0
 
