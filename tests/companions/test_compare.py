@@ -299,6 +299,15 @@ def test_what_is_said(say: Any, name: str) -> None:
         assert not any(word in text for word in ("does not matter", "slower"))
 
 
+def test_threads_that_another_one_ends_are_compared_as_far_as_they_got(say: Any) -> None:
+    theirs = in_threads([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
+    ours, again = in_threads([5.0], [1.0, 2.0, 3.0, 4.0]), in_threads([1.0, 2.0, 3.0])
+    ours[0]["values"]["weights"] = [[0, 7]]
+    code, text, _ = say(theirs, ours, again, arguments=("--steps", "4"))
+    assert code == 0
+    assert text.count("weights: not compared: one thread's last step is not the others'\n") == 2
+
+
 @pytest.mark.parametrize("steps", [3, 30])
 def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
     one, two, three = [1.0] * steps, [1.0] * (steps - 1), [2.0] * steps
