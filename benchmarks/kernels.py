@@ -140,7 +140,7 @@ def _contenders(
 def assert_steady(
     lists: Sequence[list[Tensor]], what: str, found_inf: Tensor | None = None
 ) -> None:
-    """Raises AssertionError if a value has left [0.5, 2] by more than `DRIFT`, or a flag was set."""
+    """Raises AssertionError if a value has left [0.5, 2], but for `DRIFT`, or a flag was set."""
     found = found_inf is not None and bool(found_inf.item())
     for tensors in lists:
         # Jointly, as checking each tensor alone would take seconds.

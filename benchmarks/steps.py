@@ -60,7 +60,9 @@ NEVER = 2**31 - 1
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """Optimizer that leaves its parameters alone."""
+    """Optimizer that leaves its parameters alone; `limit` is that of a clip."""
+
+    limit = math.inf
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__(parameters, {})
@@ -177,7 +179,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 
 def iteration(
-    path: str, name: str, device: torch.device, scale: float, limit: float = math.inf
+    path: str, name: str, device: torch.device, scale: float
 ) -> tuple[Any, Callable[[NoOptimizer], Any]]:
     """A scaler, and the calls of a path, as in a training loop."""
     scaler = make_scaler(name, device, scale, **{"track": "overflow"} if path in TRACKED else {})
@@ -187,9 +189,9 @@ def iteration(
         # Drops the previous record, as there is no update.
         scaler._per_optimizer_states.clear()
         if name != "torch":
-            return scaler.clip_grad_norm_(optimizer, limit, in_place=in_place)
+            return scaler.clip_grad_norm_(optimizer, optimizer.limit, in_place=in_place)
         scaler.unscale_(optimizer)
-        return clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
+        return clip_grad_norm_(optimizer.param_groups[0]["params"], optimizer.limit)
 
     def unscale_and_update(optimizer: NoOptimizer) -> None:
         scaler.unscale_(optimizer)
@@ -218,9 +220,10 @@ def caller(
 
     Where they are clipped, they are doubled and clipped to the norm that they had.
     """
-    norm = exact_norm([param.grad for param in optimizers[0].param_groups[0]["params"]])
+    for optimizer in optimizers if path in CLIPS else ():
+        optimizer.limit = exact_norm([p.grad for p in optimizer.param_groups[0]["params"]])
     scales = (0.5, 0.5) if path in CLIPS else (2.0, 0.5)
-    turns = [iteration(path, name, device, scale, norm)[1] for scale in scales]
+    turns = [iteration(path, name, device, scale)[1] for scale in scales]
     return in_turn(lambda optimizer, turn: turns[turn](optimizer), optimizers)
 
 
@@ -266,16 +269,19 @@ def assert_clip_parity(
     ours, theirs, oracle = _sides(case, dtype, device)
     scale, what = 0.5, f"{path} by {name}, {case.name} {dtype_name(dtype)}"
     exact = exact_norm(ours) / scale
-    _, call = iteration(path, "torch", oracle, scale, exact / 3)
+    optimizers = [optimizer_over(tensors, True) for tensors in (theirs, ours)]
+    for optimizer in optimizers:
+        optimizer.limit = exact / 3
+    _, call = iteration(path, "torch", oracle, scale)
     # torch rounds 16-bit norms to 16 bit.
-    error = abs(call(optimizer_over(theirs, True)).item() - exact) / exact
-    scaler, call = iteration(path, name, device, scale, exact / 3)
-    norm = call(optimizer := optimizer_over(ours, True)).item()
+    error = abs(call(optimizers[0]).item() - exact) / exact
+    scaler, call = iteration(path, name, device, scale)
+    norm = call(optimizers[1]).item()
     if abs(norm - exact) > NORM_TOLERANCE * exact:
         raise AssertionError(f"{what}: the norm is {norm}, not {exact}")
     if path == DEFERRED_CLIP:
         # Left to the optimizer.
-        torch._foreach_div_(ours, scaler._per_optimizer_states[id(optimizer)].divisor)
+        torch._foreach_div_(ours, scaler._per_optimizer_states[id(optimizers[1])].divisor)
     tolerance = error + 4 * torch.finfo(dtype).eps + NORM_TOLERANCE
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
