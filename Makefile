@@ -177,7 +177,7 @@ test-trainers: build/built $(TRAINERS_READY)  ## test trainers of other projects
 	@touch $@
 
 notebook: build/built  ## run the notebook of the examples and save its outputs
-	$(RUN) -m tests.support.notebook examples/underflow.ipynb
+	$(RUN) -m tests.project.notebooks examples/underflow.ipynb
 
 docs: $(DOCS_READY)  ## build the documentation, build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS) -m mkdocs build --strict $(ARGS)

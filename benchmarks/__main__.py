@@ -164,7 +164,7 @@ def _setting(device: torch.device, quick: bool, rehearse: bool) -> Setting:
 def stand_in() -> None:
     """Replaces the kernels of this process by torch's ops over tables, as of a GPU."""
     sys.path.append(str(REPOSITORY / "tests"))
-    from support.reference_launcher import ReferenceLauncher
+    from support.launchers import ReferenceLauncher
 
     kernels = DeviceKernels(ReferenceLauncher())
     backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore

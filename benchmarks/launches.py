@@ -89,9 +89,9 @@ def prepare_triton() -> tuple[str, ModuleType]:
 
 
 def prepare_cuda() -> tuple[str, ModuleType]:
-    from support import emulated_cuda
+    from support import cuda_kernels
 
-    emulated_cuda.install_idle(_C)
+    cuda_kernels.install_idle(_C)
     _C.cuda_limit_programs(PROGRAMS)
     from ampfast.backends import cuda
 
@@ -156,7 +156,7 @@ FRAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def count_frames(kind: str) -> dict[str, list[int]]:
     """Python frames of each row: all but those of the optimizer and Triton, and Triton's."""
     sys.path.append(str(ROOT / "tests"))
-    from support.frames import Loop, frames_of
+    from support.steps import Loop, frames_of
 
     if kind != "cpu":
         give_kernels(kind)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.reference_launcher import ReferenceLauncher
-from support.requested_kernels import VARIABLE, compiled, patch_once_a_launch
+from support.launchers import VARIABLE, ReferenceLauncher, compiled, patch_once_a_launch
 
 import ampfast
 from ampfast import _C, backends, info

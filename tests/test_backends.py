@@ -11,8 +11,8 @@ import warnings
 
 import pytest
 import torch
-from support.one_step import floats, setup
-from support.reference_launcher import ReferenceLauncher
+from support.launchers import ReferenceLauncher
+from support.steps import floats, setup
 from torch.utils.flop_counter import FlopCounterMode
 
 import ampfast

@@ -15,9 +15,9 @@ from support.captures import (
     assert_no_more_breaks,
     assert_replays_are_eager,
 )
+from support.comparison import TorchScaler, started
 from support.gradients import parameter_with, sgd_with
-from support.reference_launcher import ReferenceLauncher
-from support.scalers import TorchScaler, started
+from support.launchers import ReferenceLauncher
 
 from ampfast import GradScaler, capture, grad_scaler
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import clip_by_hand
-from support.comparison import assert_same
+from support.comparison import assert_same, outcome
 from support.gradients import make_gradient, parameter_with
-from support.one_step import host_reads
-from support.outcomes import outcome
-from support.reference_launcher import ReferenceLauncher
+from support.launchers import ReferenceLauncher
+from support.models import clip_by_hand
+from support.steps import host_reads
 from torch import Tensor
 from torch.nn import utils
 

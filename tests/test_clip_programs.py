@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.clipping_reference import clip_by_hand, exact_norm
-from support.comparison import assert_same
+from support.comparison import TorchScaler, assert_same
 from support.gradients import parameter_with
-from support.scalers import TorchScaler
+from support.models import clip_by_hand, exact_norm
 from torch import Tensor
 from torch.nn import utils
 

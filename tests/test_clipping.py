@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import (
+from support.comparison import FLOATS, assert_same, started
+from support.gradients import WRITABLE_LAYOUTS, make_gradient, parameter_with, plant, sgd_with
+from support.models import (
     assert_clipped,
     assert_norm,
     clip_by_hand,
     coefficient_of,
     exact_norm,
-    grads_of,
+    grads_in,
     unscaled,
 )
-from support.comparison import FLOATS, assert_same
-from support.gradients import WRITABLE_LAYOUTS, make_gradient, parameter_with, plant, sgd_with
 from support.optimizers import OPTIMIZERS
-from support.scalers import started
-from support.twins import assert_sides_same, paired
+from support.steps import assert_sides_same, paired
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler, functional
@@ -51,7 +50,7 @@ def test_norm_and_gradients(backend: str, dtype: torch.dtype, order: float, scal
     for layout in CLIPPED_LAYOUTS:
         for max_norm in (0.7, 1e9):
             optimizer = sgd_with(*(make_gradient(layout, dtype, seed) for seed in range(3)))
-            before = [grad.clone() for grad in grads_of(optimizer)]
+            before = [grad.clone() for grad in grads_in(optimizer)]
             norm = scaler_for(scale, backend=backend).clip_grad_norm_(optimizer, max_norm, order)
             assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             exact = exact_norm(before, scale, order)
@@ -60,7 +59,7 @@ def test_norm_and_gradients(backend: str, dtype: torch.dtype, order: float, scal
             else:
                 # Of the written values, rounded to the dtype.
                 assert norm.item() == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-14))
-            assert_clipped(grads_of(optimizer), before, scale, norm, max_norm)
+            assert_clipped(grads_in(optimizer), before, scale, norm, max_norm)
 
 
 @pytest.mark.parametrize("value", [1 / 3, 1.1, 0.7, 5e-3])
@@ -76,12 +75,12 @@ def test_norm_of_equal_values(capability: str, dtype: torch.dtype, value: float)
 def test_clipped_gradients_on_every_instruction_set(capability: str, dtype: torch.dtype) -> None:
     for size in (1, 15, 16, 17, 33, 16 * 1024 + 5):
         optimizer = sgd_with(torch.randn(size + 1).to(dtype)[1:])
-        before = [grad.clone() for grad in grads_of(optimizer)]
+        before = [grad.clone() for grad in grads_in(optimizer)]
         norm = scaler_for(3.0).clip_grad_norm_(optimizer, 1e-2)
         [written] = unscaled(before, 3.0)
         wide = written.to(torch.promote_types(dtype, torch.float32))
         expected = (wide * coefficient_of(norm, 1e-2).to(wide.dtype)).to(dtype)
-        assert_same(grads_of(optimizer)[0], expected)
+        assert_same(grads_in(optimizer)[0], expected)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05, INF])
@@ -161,7 +160,7 @@ def test_extreme_norms(backend: str, order: float, max_norm: float, scale: float
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         assert all(p.isfinite().all() for p in params), (dtype, value, fused, in_place)
-        return [*(p.detach() for p in params), *grads_of(optimizer)]
+        return [*(p.detach() for p in params), *grads_in(optimizer)]
 
     for dtype in FLOATS:
         for value in (0.0, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max):
@@ -187,13 +186,13 @@ def test_stages(first: Callable, then: Callable) -> None:
             call(scaler, optimizer)
     scaler.scale(torch.ones(()))
     first(scaler, optimizer)
-    before = [grad.clone() for grad in grads_of(optimizer, other)]
+    before = [grad.clone() for grad in grads_in(optimizer, other)]
     with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called on this opt"):
         then(scaler, optimizer)
     with pytest.raises(RuntimeError, match="has already been called") as raised:
         clip(scaler, [other, optimizer])
     assert "clip_grad_norm_" in raised.value.__notes__[0]
-    assert_same(grads_of(optimizer, other), before)
+    assert_same(grads_in(optimizer, other), before)
     clip(scaler, other)
     scaler.step(optimizer)
     for given in (optimizer, [six(), optimizer]):
@@ -208,9 +207,9 @@ def test_stages(first: Callable, then: Callable) -> None:
 @pytest.mark.parametrize(("order", "expected"), [(2.0, 5.0), ("inf", 4.0), (1, 7.0)])
 def test_the_norm_alone_changes_nothing(order: Any, expected: float) -> None:
     scaler, optimizer = started(GradScaler, 8.0), six()
-    before = grads_of(optimizer)[0].clone()
+    before = grads_in(optimizer)[0].clone()
     assert_same(scaler.grad_norm(optimizer, order), torch.tensor(expected))
-    assert_same(grads_of(optimizer)[0], before)
+    assert_same(grads_in(optimizer)[0], before)
     assert scaler._per_optimizer_states == {}
     with pytest.raises(LookupError):
         scaler.found_inf(optimizer)
@@ -268,7 +267,7 @@ BAD += [("optimizer", *row) for row in BAD_OPTIMIZERS]
 def test_bad_arguments(name: str, value: Any, error: type[Exception], match: str) -> None:
     for enabled in (True, False) if (name, value) != ("in_place", False) else (True,):
         scaler, optimizer = started(GradScaler, enabled=enabled), six()
-        before = grads_of(optimizer)[0].clone()
+        before = grads_in(optimizer)[0].clone()
         given = {"optimizer": optimizer, "max_norm": 1.0, name: value}
         if name == "optimizer":
             given[name] = value(optimizer)
@@ -277,7 +276,7 @@ def test_bad_arguments(name: str, value: Any, error: type[Exception], match: str
         if name in ("norm_type", "optimizer"):
             with pytest.raises(error, match=match):
                 scaler.grad_norm(given["optimizer"], given.get("norm_type", 2.0))
-        assert_same(grads_of(optimizer)[0], before)
+        assert_same(grads_in(optimizer)[0], before)
         assert not enabled or scaler._per_optimizer_states == {}
     if name == "norm_type":
         with pytest.raises(error, match=match):
@@ -326,8 +325,8 @@ def test_gradients_are_refused_before_any_is_written(
     for optimizers in ([b], [a, b]):
         with pytest.raises(error, match=match):
             scaler.clip_grad_norm_(optimizers, 1.0, order)
-        assert_same(grads_of(a)[0].to_dense(), FIRST[first]().to_dense())
-        assert_same(grads_of(b)[0], torch.full((2,), 8.0))
+        assert_same(grads_in(a)[0].to_dense(), FIRST[first]().to_dense())
+        assert_same(grads_in(b)[0], torch.full((2,), 8.0))
     scaler.unscale_(a)
 
 
@@ -355,17 +354,17 @@ def test_hooks_decide_and_their_results_are_clipped(order: float) -> None:
     for kind, bad, flag in ((Unscaling, False, 1.0), (Outer, True, 2.0), (Outer, False, 0.0)):
         scaler, optimizer, twin = started(kind, 8.0), six(), six()
         if bad:
-            grads_of(optimizer)[0][0] = grads_of(twin)[0][0] = INF
+            grads_in(optimizer)[0][0] = grads_in(twin)[0][0] = INF
         norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
         assert_same(norm, started(GradScaler, 8.0).clip_grad_norm_(twin, 1.0, order))
-        assert_same(grads_of(optimizer), grads_of(twin))
+        assert_same(grads_in(optimizer), grads_in(twin))
         [found] = scaler._found_inf_per_device(optimizer).values()
         assert found.item() == flag
         assert scaler.step_skipped(optimizer) == bool(flag)
         fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
         with pytest.raises(ValueError, match="in_place=False would bypass this scaler's override"):
             scaler.clip_grad_norm_(fused, 1.0, in_place=False)
-        assert_same(grads_of(fused)[0], torch.tensor([24.0, 32.0]))
+        assert_same(grads_in(fused)[0], torch.tensor([24.0, 32.0]))
 
 
 @pytest.mark.parametrize("max_norm", [2.0, INF])
@@ -375,11 +374,11 @@ def test_a_disabled_scaler_clips(order: float, max_norm: float) -> None:
     twins = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
     scaler = GradScaler("cpu", enabled=False)
     norm = scaler.grad_norm(optimizers, order)
-    assert norm.item() == pytest.approx(exact_norm(grads_of(*twins), 1.0, order), rel=1e-6)
+    assert norm.item() == pytest.approx(exact_norm(grads_in(*twins), 1.0, order), rel=1e-6)
     for _ in range(2):  # it keeps no record
         assert_same(scaler.clip_grad_norm_(optimizers, max_norm, order, in_place=False), norm)
         clip_by_hand([p for t in twins for p in t.param_groups[0]["params"]], norm, max_norm)
-        assert_same(grads_of(*optimizers), grads_of(*twins))
+        assert_same(grads_in(*optimizers), grads_in(*twins))
         norm = scaler.grad_norm(optimizers, order)
 
 
@@ -394,7 +393,7 @@ def test_sparse_gradients_are_coalesced_first(order: float, exact: float) -> Non
     norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
     assert norm.item() == exact
     expected = torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient_of(norm, 1.0).float()
-    assert_same(grads_of(optimizer)[0].to_dense(), expected)
+    assert_same(grads_in(optimizer)[0].to_dense(), expected)
     scaler.step(optimizer)
     assert not scaler.step_skipped(optimizer)
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import coefficient_of, exact_norm, grads_of
-from support.comparison import FLOATS, assert_same
+from support.comparison import FLOATS, assert_same, started
 from support.gradients import make_gradient, parameter_with, plant
-from support.one_step import TAKE_GRAD_SCALE
+from support.models import coefficient_of, exact_norm, grads_in
 from support.optimizers import OPTIMIZERS, Legacy
-from support.scalers import started
-from support.twins import assert_sides_same, paired
+from support.steps import TAKE_GRAD_SCALE, assert_sides_same, paired
 
 from ampfast import GradScaler
 
@@ -45,7 +43,7 @@ class Watched(torch.optim.SGD):
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_norm: float) -> None:
     optimizer = Watched(*(make_gradient("long", dtype, 1) for dtype in FLOATS))
-    before = [grad.clone() for grad in grads_of(optimizer)]
+    before = [grad.clone() for grad in grads_in(optimizer)]
     scaler = started(GradScaler, 3.0, backend=backend)
     norm = scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=False)
     # The largest magnitude is that of the values to be written, here in bfloat16.
@@ -55,7 +53,7 @@ def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_n
     [(grad_scale, found_inf)] = optimizer.handed
     assert_same(grad_scale, divisor_of(3.0, norm, max_norm))
     assert_same(found_inf, torch.tensor(0.0))
-    assert_same(grads_of(optimizer), before)
+    assert_same(grads_in(optimizer), before)
     for name in ("grad_scale", "found_inf"):
         assert not hasattr(optimizer, name)
 
@@ -118,7 +116,7 @@ def test_the_users_own_grad_scale_is_refused(when: str) -> None:
         else:
             scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
     assert optimizer.handed == []
-    assert_same(grads_of(optimizer), [gradient])
+    assert_same(grads_in(optimizer), [gradient])
     del optimizer.grad_scale
     if when == "before":
         scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
@@ -145,7 +143,7 @@ def test_a_legacy_optimizer_gets_written_gradients() -> None:
     scaler = started(GradScaler, 8.0)
     norm = scaler.clip_grad_norm_([legacy, watched], 1.0, in_place=False)
     expected = torch.tensor([3.0, 4.0]) * coefficient_of(norm, 1.0).float()
-    assert_same(grads_of(legacy, watched), [expected, torch.tensor([24.0, 32.0])])
+    assert_same(grads_in(legacy, watched), [expected, torch.tensor([24.0, 32.0])])
     scaler.step(watched)
     assert_same(watched.handed[0][0], divisor_of(8.0, norm, 1.0))
 

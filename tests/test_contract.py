@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.comparison import Scaler, TorchScaler, agree, outcome, started
 from support.gradients import make_gradient, parameter_with, sgd_with, six
 from support.optimizers import OPTIMIZERS
-from support.outcomes import agree, outcome
-from support.scalers import Scaler, TorchScaler, started
-from support.twins import side
+from support.steps import side
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampfast import GradScaler

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.nvcc import FLAGS, NVCC, SETUP
-from support.registers_table import DOCUMENTED, PAGE, cells, registers_table
+from support.cuda_kernels import DOCUMENTED, FLAGS, NVCC, PAGE, SETUP, cells, registers_table
 
 SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "multi_tensor.cu"
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.clipping_reference import grads_of
-from support.comparison import FLOATS, assert_same
+from support.comparison import FLOATS, assert_same, started
 from support.gradients import sgd_with
-from support.reference_launcher import ReferenceLauncher
-from support.scalers import started
-from support.twins import side
+from support.launchers import ReferenceLauncher
+from support.models import grads_in
+from support.steps import side
 
 from ampfast import _C, GradScaler, LogMax, Sigmas, backends, functional
 from ampfast.backends.gpu import DeviceKernels
@@ -186,7 +185,7 @@ def test_every_dtype_is_a_launch_and_all_share_a_table(launcher: Any, clips: boo
     assert launcher.launches == ["check"] * 4 * clips + ["unscale"] * 4
     assert _C.tables_made() == before + 1
     assert scaler.found_inf(optimizer).item() == 0.0
-    for gradient in grads_of(optimizer):
+    for gradient in grads_in(optimizer):
         assert_same(gradient, torch.full_like(gradient, 4.0))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import assert_same
-from support.kernel_calls import grads_of, run_check
-from support.reference_launcher import ReferenceLauncher, spans_of
-from support.twins import side
+from support.kernels import grads_of, run_check
+from support.launchers import ReferenceLauncher, spans_of
+from support.steps import side
 
 from ampfast import _C, GradScaler
 from ampfast.backends import core

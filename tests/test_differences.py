@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.comparison import BITS, assert_same
-from support.one_step import (
+from support.comparison import BITS, TorchScaler, assert_same, outcome
+from support.optimizers import takes_scaled
+from support.steps import (
     F32_MAX,
     TAKE_GRAD_SCALE,
     TINY,
@@ -21,9 +22,6 @@ from support.one_step import (
     host_reads,
     setup,
 )
-from support.optimizers import takes_scaled
-from support.outcomes import outcome
-from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 

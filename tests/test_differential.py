@@ -6,7 +6,7 @@ import os
 
 import pytest
 from support.processes import threads
-from support.random_programs import VARIANTS, draw_program, explain, first_difference, variant_of
+from support.programs import VARIANTS, draw_program, explain, first_difference, variant_of
 
 # AMPFAST_FUZZ sets the number of programs; AMPFAST_FUZZ_FROM the first seed.
 PROGRAMS = int(os.environ.get("AMPFAST_FUZZ", "300"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.one_step import host_reads
+from support.steps import host_reads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import scalers
+from support import comparison
 from support.comparison import assert_same
 from support.gradients import parameter_with
 from support.optimizers import OPTIMIZERS
@@ -19,7 +19,7 @@ from ampfast import GradScaler
 
 
 def started(**arguments: Any) -> Any:
-    return scalers.started(GradScaler, 2.0**16, **arguments)
+    return comparison.started(GradScaler, 2.0**16, **arguments)
 
 
 def optimizer_of(kind: str, value: float = 1.0) -> Any:

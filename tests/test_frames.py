@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.frames import Loop, frames_of
+from support.steps import Loop, frames_of
 
 from ampfast import GradScaler, LogMax, StepGuard
 

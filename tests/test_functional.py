@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import exact_norm
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient
+from support.models import exact_norm
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import TorchScaler, assert_same
 from support.gradients import parameter_with
-from support.scalers import TorchScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampfast import GradScaler

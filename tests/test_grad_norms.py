@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import FLOATS, assert_same
-from support.scalers import started
+from support.comparison import FLOATS, assert_same, started
 
 import ampfast
 from ampfast import GradScaler, StepGuard, grad_norms

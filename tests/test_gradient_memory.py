@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import scalers
+from support import comparison
+from support.comparison import TorchScaler
 from support.gradients import parameter_with
-from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 
@@ -32,7 +32,7 @@ def lazy() -> tuple[torch.Tensor, torch.nn.Parameter]:
 
 
 def started(kind: Any = GradScaler, scale: float = 4.0, **arguments: Any) -> Any:
-    return scalers.started(kind, scale, **arguments)
+    return comparison.started(kind, scale, **arguments)
 
 
 WAYS = [(TorchScaler, {}), (GradScaler, {}), (GradScaler, {"track": "overflow"}), (Calls, {})]

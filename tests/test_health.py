@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.comparison import FLOATS, assert_same
 from support.gradients import parameter_with
-from support.tracking_reference import edges_of_half, random_list, range_of
+from support.models import edges_of_half, random_list, range_of
 
 from ampfast import GradScaler, health, tables
 from ampfast.health import GradientHealth, ParameterHealth

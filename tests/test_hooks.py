@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.outcomes import agree
-from support.scalers import Scaler
-from support.twins import side
+from support.comparison import Scaler, agree
+from support.steps import side
 
 from ampfast import GradScaler
 

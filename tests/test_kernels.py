@@ -14,13 +14,13 @@ import pytest
 import torch
 from support.comparison import BITS, FLOATS, assert_same
 from support.gradients import WRITABLE_LAYOUTS, make_gradient, plant
-from support.kernel_calls import grads_of
-from support.kernel_parity import (
+from support.kernels import (
     CHUNK,
     available_gibibytes,
     check_parity,
     exact_bits,
     flag,
+    grads_of,
     last_finite,
     norms,
     random_bits,
@@ -28,7 +28,7 @@ from support.kernel_parity import (
     torch_unscale_,
     wide,
 )
-from support.tracking_reference import check_random_lists, check_times
+from support.models import check_random_lists, check_times
 
 from ampfast import _C, functional
 from ampfast.backends import cpu

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference_launcher import ReferenceLauncher
-from support.twins import Side, side
+from support.launchers import ReferenceLauncher
+from support.steps import Side, side
 from torch.autograd.profiler import profile, record_function
 
 from ampfast import GradScaler, grad_scaler, passes

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import assert_same, started
 from support.gradients import sgd_with
-from support.one_step import host_reads
-from support.scalers import started
+from support.steps import host_reads
 
 import ampfast
 from ampfast import GradScaler, Percentile, StepGuard, ZScore

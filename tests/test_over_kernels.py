@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from support import host_cuda
-from support.nvcc import NVCC
-from support.requested_kernels import VARIABLE
+from support.cuda_kernels import NVCC
+from support.launchers import VARIABLE
 
 TESTS = Path(__file__).parent
 

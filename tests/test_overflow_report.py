@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import scalers
+from support import comparison
 from support.gradients import parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -26,7 +26,7 @@ def net() -> torch.nn.Module:
 
 
 def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
-    return scalers.started(GradScaler, 4.0, track=track, **arguments)
+    return comparison.started(GradScaler, 4.0, track=track, **arguments)
 
 
 @pytest.fixture(params=["cpu", "aten"])

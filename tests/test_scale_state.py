@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparison import started
 from support.gradients import sgd_with
-from support.scale_model import (
+from support.models import (
     FACTORS,
     POLICIES,
     Factors,
@@ -26,7 +27,6 @@ from support.scale_model import (
     random_steps,
     update_of,
 )
-from support.scalers import started
 
 from ampfast import GradScaler, LogMax, policies
 from ampfast.backends import cpu, torch_ops

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import grads_of
-from support.comparison import assert_same
+from support.comparison import assert_same, started
 from support.gradients import parameter_with, sgd_with
-from support.one_step import host_reads
-from support.scalers import started
+from support.models import grads_in
+from support.steps import host_reads
 
 import ampfast
 from ampfast import GradScaler, Sigmas, StepGuard
@@ -112,7 +111,7 @@ def test_norms_are_each_optimizers_own_or_joint(joint: bool) -> None:
     for factor in (1.0, 1.1, 1.05, 6.0):
         scaler.scale(torch.ones(()))
         for optimizer, size in zip(both, (1.0, 1.0 if joint else 100.0), strict=True):
-            grads_of(optimizer)[0].fill_(8.0 * size * factor)
+            grads_in(optimizer)[0].fill_(8.0 * size * factor)
         if joint:
             scaler.clip_grad_norm_(both, 1.0)
         for optimizer in both:
@@ -164,7 +163,7 @@ def test_limits_come_late_and_are_copied() -> None:
     for each in (scaler, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert each.skip_above == 0.1
         each.scale(torch.ones(()))
-        grads_of(optimizer)[0].fill_(8.0)
+        grads_in(optimizer)[0].fill_(8.0)
         each.step(optimizer)
         assert each.skip_reason(optimizer) == "spike"
     # An argument takes its place.
@@ -188,7 +187,7 @@ def test_what_has_no_limit_to_compare() -> None:
     half = sgd_with(torch.ones(3), torch.ones(3, dtype=torch.float16))
     with pytest.raises(ValueError, match="Attempting to unscale FP16"):
         scaler.unscale_(half)
-    assert_same(grads_of(half)[0], torch.ones(3))
+    assert_same(grads_in(half)[0], torch.ones(3))
 
 
 def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so() -> None:
@@ -199,7 +198,7 @@ def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so() -> None:
     optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(Hooked, skip_above=1.0)
     for clips, told in ((True, 0), (False, 1), (False, 0)):
         scaler.scale(torch.ones(()))
-        grads_of(optimizer)[0].fill_(8.0)
+        grads_in(optimizer)[0].fill_(8.0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             if clips:

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
-from support.outcomes import agree
-from support.scalers import Scaler, TorchScaler, started
-from support.twins import side
+from support.comparison import Scaler, TorchScaler, agree, assert_same, started
+from support.steps import side
 
 import ampfast
 from ampfast import GradScaler

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import TorchScaler, assert_same, outcome
 from support.optimizers import OPTIMIZERS
-from support.outcomes import outcome
-from support.scalers import TorchScaler
-from support.twins import assert_sides_same, side
+from support.steps import assert_sides_same, side
 
 from ampfast import GradScaler
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.kernel_parity import CHUNK, check_parity, flag, mixed_list
+from support.kernels import CHUNK, check_parity, flag, mixed_list
 from support.processes import threads
 
 from ampfast import functional

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.comparison import assert_same
-from support.kernel_parity import CHUNK, flag
+from support.kernels import CHUNK, flag
 from support.processes import threads
 
 from ampfast import master_weights

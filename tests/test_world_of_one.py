@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gradients import parameter_like, parameter_with
-from support.reference_launcher import ReferenceLauncher
+from support.launchers import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from support.reference_launcher import ReferenceLauncher
+from support.launchers import ReferenceLauncher
 
 from ampfast import backends
 from ampfast.backends.gpu import DeviceKernels

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.nvcc import NVCC
+from support.cuda_kernels import NVCC
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.scale_model import Factors, ScaleModel, float32
+from support.models import Factors, ScaleModel, float32
 from torch import nn
 
 from ampfast import GradScaler, LogMax, policies

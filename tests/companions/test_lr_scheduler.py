@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import TorchScaler, assert_same
 from support.optimizers import OPTIMIZERS
-from support.scalers import TorchScaler
-from support.twins import Side, side, small_model
+from support.steps import Side, side, small_model
 from torch.optim import lr_scheduler as lr
 from torch.optim import swa_utils
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.one_step import host_reads
-from support.reference_launcher import ReferenceLauncher
+from support.launchers import ReferenceLauncher
+from support.steps import host_reads
 
 import ampfast
 

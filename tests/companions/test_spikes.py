@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from support.comparison import assert_same
-from support.scale_model import Rule, random_norms
+from support.models import Rule, random_norms
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 

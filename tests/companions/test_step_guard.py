@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import assert_same
-from support.reference_launcher import ReferenceLauncher
+from support.launchers import ReferenceLauncher
 from torch import Tensor, nn
 
 import ampfast

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import Scaler, TorchScaler, assert_same
 from support.gradients import parameter_with
-from support.one_step import host_reads
-from support.scalers import Scaler, TorchScaler
+from support.steps import host_reads
 from support.sync_free_loops import (
     BAD,
     KINDS,

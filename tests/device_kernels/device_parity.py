@@ -6,9 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from support.comparison import FLOATS, assert_same
-from support.kernel_calls import grads_of, run_check, run_unscale
-from support.kernel_parity import exact_bits, flag, inverse_of, non_finite, storage
-from support.requested_kernels import chosen, compiled
+from support.kernels import (
+    exact_bits,
+    flag,
+    grads_of,
+    inverse_of,
+    non_finite,
+    run_check,
+    run_unscale,
+    storage,
+)
+from support.launchers import chosen, compiled
 
 from ampfast.backends import core
 from ampfast.backends.gpu import DeviceKernels

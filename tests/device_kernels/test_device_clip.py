@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from device_parity import BACKEND, KERNELS, guarded, mixed, normal, window
-from support.clipping_reference import assert_clipped, exact_norm, grads_of, ready
 from support.comparison import FLOATS, assert_same
 from support.gradients import sgd_with
-from support.kernel_calls import grads_of as grads_of_list
-from support.kernel_parity import flag, storage
-from support.scale_model import Rule, random_norms
+from support.kernels import flag, storage
+from support.kernels import grads_in as grads_of_list
+from support.models import Rule, assert_clipped, exact_norm, grads_in, random_norms, ready
 
 from ampfast import Sigmas
 from ampfast.backends import core, cpu
@@ -86,12 +85,12 @@ def test_spikes_are_those_of_the_rule(limit: float | Sigmas) -> None:
 def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
     sizes = (5, window(dtype) + 3, 2 * window(dtype), 1)
     optimizer = sgd_with(*(guarded(normal(size, dtype, size), size % 3) for size in sizes))
-    before = [grad.clone() for grad in grads_of(optimizer)]
+    before = [grad.clone() for grad in grads_in(optimizer)]
     scaler = ready(optimizer, 3.0, backend=BACKEND, allow_fp16=True)
     norm = scaler.clip_grad_norm_(optimizer, 0.5, order)
     rel = 1e-6 if order == 2.0 else torch.finfo(dtype).eps
     assert norm.item() == pytest.approx(exact_norm(before, 3.0, order), rel=rel)
-    assert_clipped(grads_of(optimizer), before, 3.0, norm, 0.5)
+    assert_clipped(grads_in(optimizer), before, 3.0, norm, 0.5)
 
 
 @pytest.mark.parametrize("sums", [(7.0, 2.5), (INF, INF), (NAN, NAN)])

@@ -19,8 +19,16 @@ from device_parity import (
     window,
 )
 from support.comparison import FLOATS, assert_same
-from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
-from support.kernel_parity import exact_bits, flag, inverse_of, reference_norms
+from support.kernels import (
+    exact_bits,
+    flag,
+    grads_of,
+    inverse_of,
+    reference_norms,
+    run_check,
+    run_sums,
+    run_unscale,
+)
 
 from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout

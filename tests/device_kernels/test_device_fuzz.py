@@ -12,9 +12,8 @@ import torch
 from batches import KINDS, random_batch, run_batch
 from device_parity import BACKEND, CPU, KERNELS, guarded, normal, window
 from support.comparison import FLOATS, assert_same
-from support.kernel_calls import grads_of, run_check, run_unscale
-from support.kernel_parity import flag, wide
-from support.requested_kernels import ON_HOST
+from support.kernels import flag, grads_of, run_check, run_unscale, wide
+from support.launchers import ON_HOST
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.

@@ -22,8 +22,7 @@ from device_parity import (
     window,
 )
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernel_calls import grads_of, run_check, run_unscale
-from support.kernel_parity import flag, last_finite, random_bits, wide
+from support.kernels import flag, grads_of, last_finite, random_bits, run_check, run_unscale, wide
 
 pytestmark = pytest.mark.usefixtures("watched")
 

@@ -16,9 +16,8 @@ from device_parity import (
     window,
 )
 from support.comparison import assert_same
-from support.kernel_calls import grads_of, run_sums, run_unscale
-from support.kernel_parity import exact_bits, flag, random_bits, wide
-from support.tracking_reference import kinds_in, marked, marks_of, track_for
+from support.kernels import exact_bits, flag, grads_of, random_bits, run_sums, run_unscale, wide
+from support.models import kinds_in, marked, marks_of, track_for
 
 from ampfast.backends.core import Factor, Pass
 

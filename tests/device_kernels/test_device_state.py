@@ -8,8 +8,9 @@ import pytest
 import torch
 from device_parity import KERNELS, launch
 from support.captures import Capturing, assert_replays_are_eager
-from support.kernel_calls import grads_of, run_check
-from support.scale_model import (
+from support.comparison import TorchScaler
+from support.kernels import grads_of, run_check
+from support.models import (
     FACTORS,
     POLICIES,
     ScaleModel,
@@ -19,7 +20,6 @@ from support.scale_model import (
     random_peaks,
     random_steps,
 )
-from support.scalers import TorchScaler
 
 from ampfast.backends.core import Update, state_layout
 from ampfast.loss_scale import LossScale

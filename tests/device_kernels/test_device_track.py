@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_parity import CPU, KERNELS, guarded, offsets, window
 from support.comparison import FLOATS
-from support.tracking_reference import (
+from support.models import (
     check_passes,
     check_random_lists,
     check_times,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.comparison import assert_same
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler, assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -11,8 +11,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from exact_training import OPTIMIZERS, whole
+from support.comparison import started
 from support.gradients import parameter_like, parameter_with
-from support.scalers import started
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import SGD

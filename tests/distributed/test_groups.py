@@ -18,8 +18,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from groups import Alone
+from support.comparison import TorchScaler, started
 from support.gradients import parameter_like, parameter_with
-from support.scalers import TorchScaler, started
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 from torch.distributed.tensor import Shard, distribute_tensor

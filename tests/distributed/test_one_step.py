@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from exact_training import SCALERS, whole
 from groups import Derived, Foreign, line, pair, square
-from support.clipping_reference import coefficient_of
 from support.gradients import parameter_like
+from support.models import coefficient_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 

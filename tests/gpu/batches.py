@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from gpu_support import flag
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernel_calls import grads_of, run_check, run_unscale
-from support.kernel_parity import inverse_of
+from support.kernels import grads_of, inverse_of, run_check, run_unscale
 
 from ampfast.backends import core
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gpu_support import flag
-from support.kernel_calls import grads_of, run_check
+from support.kernels import grads_of, run_check
 
 from ampfast.backends.core import Update
 

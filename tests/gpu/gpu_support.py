@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from support.gradients import make_gradient
+from support.launchers import ReferenceLauncher
 from support.optimizers import OPTIMIZERS
-from support.reference_launcher import ReferenceLauncher
 
 from ampfast import backends
 from ampfast.backends import torch_ops

@@ -18,9 +18,8 @@ import torch  # noqa: E402
 from batches import KINDS, random_batch, run_batch  # noqa: E402
 from epilogues import epilogues  # noqa: E402
 from gpu_support import REHEARSES, flag, gpu, kernels_of, unavailable_reason  # noqa: E402
-from support.kernel_calls import grads_of, run_unscale  # noqa: E402
-from support.kernel_parity import wide  # noqa: E402
-from support.tracking_reference import check_random_lists, check_times  # noqa: E402
+from support.kernels import grads_of, run_unscale, wide  # noqa: E402
+from support.models import check_random_lists, check_times  # noqa: E402
 
 # Time for random lists, behind what the first of them compiles.
 SECONDS = 5.0

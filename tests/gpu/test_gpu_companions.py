@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import A_WHILE, MAKERS, flag, kernels_of, no_syncs
-from support.comparison import assert_same
-from support.scale_model import (
+from support.comparison import TorchScaler, assert_same
+from support.models import (
     FACTORS,
     POLICIES,
     ScaleModel,
@@ -20,7 +20,6 @@ from support.scale_model import (
     random_peaks,
     random_steps,
 )
-from support.scalers import TorchScaler
 from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, parameters
 
 import ampfast

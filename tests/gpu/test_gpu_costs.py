@@ -12,7 +12,7 @@ from epilogues import epilogues
 from gpu_support import Twin, flag, kernels_of, no_syncs
 from support.comparison import FLOATS
 from support.gradients import make_gradient
-from support.kernel_calls import grads_of, run_check, run_unscale
+from support.kernels import grads_of, run_check, run_unscale
 from tracing import Counts, counted, why_profiler_is_blind
 
 from ampfast import _C, GradScaler, functional

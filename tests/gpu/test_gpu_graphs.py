@@ -9,10 +9,9 @@ import pytest
 import torch
 from gpu_support import A_WHILE, flag, kernels_of, no_syncs, side_stream
 from support.captures import BAD_AT, OPTIMIZERS, SETTINGS, SKIPPABLE, Training
-from support.comparison import FLOATS, assert_same
+from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient
-from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
-from support.scalers import TorchScaler
+from support.kernels import grads_of, run_check, run_sums, run_unscale
 
 import ampfast
 from ampfast import _C, GradScaler

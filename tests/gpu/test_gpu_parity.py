@@ -13,9 +13,8 @@ from batches import KINDS, every_offset_batch, random_batch, run_batch, window
 from gpu_support import flag, kernels_of
 from support.comparison import BITS, FLOATS, assert_same
 from support.gradients import make_gradient
-from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
-from support.kernel_parity import inverse_of
-from support.tracking_reference import check_random_lists, check_times, marked, track_for
+from support.kernels import grads_of, inverse_of, run_check, run_sums, run_unscale
+from support.models import check_random_lists, check_times, marked, track_for
 
 from ampfast.backends.core import Update
 

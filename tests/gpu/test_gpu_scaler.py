@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import Twin
-from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of
-from support.comparison import FLOATS, assert_same
+from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient, sgd_with
+from support.models import assert_clipped, assert_norm, exact_norm, grads_in
 from support.optimizers import OPTIMIZERS
-from support.scalers import TorchScaler
 
 import ampfast
 from ampfast import GradScaler, Sigmas
@@ -127,7 +126,7 @@ def test_norm_and_gradients(
         sgd_with(*(make_gradient("long", dtype, seed).to(device) for seed in range(5)))
         for _ in range(2)
     )
-    before = [grad.to("cpu", copy=True) for grad in grads_of(ours)]
+    before = [grad.to("cpu", copy=True) for grad in grads_in(ours)]
     scaler = GradScaler(init_scale=3.0, backend=backend, allow_fp16=True)
     scaler.scale(torch.ones((), device=device))
     norm = scaler.clip_grad_norm_(ours, 0.5, order)
@@ -137,7 +136,7 @@ def test_norm_and_gradients(
         assert_norm(norm.cpu(), exact)
     else:
         assert norm.item() == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-12))
-    assert_clipped([g.cpu() for g in grads_of(ours)], before, 3.0, norm.cpu(), 0.5)
+    assert_clipped([g.cpu() for g in grads_in(ours)], before, 3.0, norm.cpu(), 0.5)
 
     if order == 3.0:
         return  # torch's own sum
@@ -147,4 +146,4 @@ def test_norm_and_gradients(
     assert by_name.dtype is dtype and by_name.device == device
     eps = torch.finfo(dtype if dtype.itemsize < 4 else torch.float32).eps
     torch.testing.assert_close(by_name, norm.to(dtype), rtol=2 * eps, atol=0)
-    torch.testing.assert_close(grads_of(patched), grads_of(ours), rtol=4 * eps, atol=0)
+    torch.testing.assert_close(grads_in(patched), grads_in(ours), rtol=4 * eps, atol=0)

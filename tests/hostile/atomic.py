@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support.comparison import difference
+from support.comparison import difference, started
 from support.gradients import make_gradient
-from support.scalers import started
 
 from ampfast import GradScaler
 from ampfast.grad_scaler import OptState

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from support.clipping_reference import (
+from support.comparison import FLOATS, started
+from support.models import (
     clip_by_hand,
     coefficient_of,
     exact_norm,
@@ -18,8 +19,6 @@ from support.clipping_reference import (
     ulps,
     unscaled,
 )
-from support.comparison import FLOATS
-from support.scalers import started
 from tally import Tally, main
 
 from ampfast import GradScaler

@@ -9,10 +9,8 @@ import time
 from typing import Any
 
 import torch
-from support.comparison import difference
-from support.program_world import Op, Plan, World
-from support.random_programs import draw_program
-from support.scalers import TorchScaler, started
+from support.comparison import TorchScaler, difference, started
+from support.programs import Op, Plan, World, draw_program
 from tally import Tally, main
 
 from ampfast import GradScaler

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from support.gradients import filled
 from support.processes import threads
-from support.program_world import Op, World
-from support.random_programs import LENGTH, OPERATIONS, VARIANTS, draw_program, first_difference
+from support.programs import LENGTH, OPERATIONS, VARIANTS, Op, World, draw_program, first_difference
 from tally import Tally, main
 
 # Other seeds than the tests use.

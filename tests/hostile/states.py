@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.comparison import difference
+from support.comparison import Scaler, TorchScaler, difference, outcome, started
 from support.gradients import parameter_with
-from support.outcomes import outcome
-from support.scalers import Scaler, TorchScaler, started
 from tally import Tally, main
 
 from ampfast import GradScaler

@@ -16,8 +16,8 @@ import sanitizers
 import states
 import torch
 from atomic import SCENARIOS, Scenario, Trials
+from support.launchers import VARIABLE
 from support.processes import threads
-from support.requested_kernels import VARIABLE
 from tally import Tally
 
 pytestmark = pytest.mark.skipif(VARIABLE in os.environ, reason="of the CPU's kernels")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.nvcc import SETUP
+from support.cuda_kernels import SETUP
 from torch.utils import cpp_extension
 
 from ampfast import _C

@@ -12,7 +12,7 @@ import pytest
 import torch
 from originals import TORCH, is_patched
 from support.comparison import assert_same
-from support.twins import side
+from support.steps import side
 from torch import nn
 
 import ampfast

@@ -143,21 +143,21 @@ def kinds(notebook: Any) -> list[list[Any]]:
 def test_the_notebook_was_run_after_its_last_edit() -> None:
     nbformat = pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
     pytest.importorskip("nbclient", reason="reading the notebook needs nbclient")
-    from support.notebook import digest
+    from notebooks import digest
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert notebook.metadata.code_sha256 == digest(notebook), "run `make notebook`"
 
 
 def runner_of_notebooks(monkeypatch: pytest.MonkeyPatch, *modules: str) -> Any:
-    """`support.notebook.executed`, in the checkout and on one thread, or a skip."""
+    """`notebooks.executed`, in the checkout and on one thread, or a skip."""
     for needed in ("nbclient", "ipykernel", *modules):
         pytest.importorskip(needed, reason=f"running the notebook needs {needed}")
-    from support import notebook
+    from notebooks import executed
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return notebook.executed
+    return executed
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 
 import pytest
-from support.nvcc import SETUP
+from support.cuda_kernels import SETUP
 
 import ampfast
 from ampfast._version import __version__

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler
 
 from ampfast import GradScaler
 

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampfast import GradScaler, backends, capture, grad_scaler, gradients, loss_scale, spikes
 from ampfast.backends.gpu import DeviceKernels
-from support.comparison import assert_same
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler, assert_same
 
 SHAPE = (37, 129)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {

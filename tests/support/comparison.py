@@ -1,13 +1,17 @@
-"""Comparison of values bit for bit."""
+"""Comparison of values and of outcomes of calls bit for bit, and the scaler to compare with."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ampfast import GradScaler
+from ampfast.late_backward import WARNING
 from ampfast.turn import Turn
 
 BITS = {
@@ -84,3 +88,60 @@ def assert_same(ours: Any, theirs: Any, where: str = "value") -> None:
     """Fails with the first difference."""
     found = difference(ours, theirs, where)
     assert found is None, found
+
+
+TorchScaler = torch.amp.GradScaler
+Scaler = type[TorchScaler]
+
+
+def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
+    """Scaler that has been used, so its tensors exist."""
+    scaler = scaler_type("cpu", init_scale=scale, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+# The warning of a backward after unscale_, a deliberate difference.
+_LATE = WARNING.split("{")[0]
+
+
+@dataclass
+class Outcome:
+    """Value or exception of a call, and its warnings with the lines they point at."""
+
+    value: Any = None
+    error: BaseException | None = None
+    warned: list[tuple[type[Warning], str, str, int]] = field(default_factory=list)
+
+    def comparable(self) -> tuple[Any, ...]:
+        """Type and text of the error, value and warnings; without what only ours say."""
+        return (
+            None if self.error is None else (type(self.error).__name__, str(self.error)),
+            self.value,
+            [each for each in self.warned if not each[1].startswith(_LATE)],
+        )
+
+
+def outcome(call: Callable[[], Any]) -> Outcome:
+    """Runs `call` and records its value, exception and warnings."""
+    result = Outcome()
+    always = torch.is_warn_always_enabled()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Else only one side would get torch's once-per-process warnings.
+        torch.set_warn_always(True)
+        try:
+            result.value = call()
+        except Exception as error:
+            result.error = error
+        finally:
+            torch.set_warn_always(always)
+    result.warned = [(w.category, str(w.message), w.filename, w.lineno) for w in caught]
+    return result
+
+
+def agree(scenario: Callable[[type[TorchScaler]], Any]) -> Outcome:
+    """Runs a scenario with each class, asserts equal values, errors and warnings; returns ours."""
+    ours, theirs = outcome(lambda: scenario(GradScaler)), outcome(lambda: scenario(TorchScaler))
+    assert_same(ours.comparable(), theirs.comparable(), "outcome")
+    return ours

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from runs import EXAMPLES
-from support.one_step import host_reads
+from support.steps import host_reads
 
 import ampfast
 from ampfast import grad_scaler

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.comparison import assert_same
+from support.comparison import TorchScaler, assert_same
 from support.optimizers import OPTIMIZERS
-from support.scalers import TorchScaler
-from support.twins import small_model
+from support.steps import small_model
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader

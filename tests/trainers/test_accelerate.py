@@ -23,7 +23,7 @@ from runs import (
     late_by_hand,
     optimizer_for,
 )
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler
 from torch import nn
 
 import ampfast

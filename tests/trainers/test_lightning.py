@@ -24,7 +24,7 @@ from runs import (
     optimizer_for,
     planted,
 )
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler
 from torch import Tensor, nn
 
 import ampfast

@@ -26,8 +26,7 @@ from runs import (
     batches,
     planted,
 )
-from support.comparison import assert_same
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler, assert_same
 from torch import Tensor, nn
 
 import ampfast

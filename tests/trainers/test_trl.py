@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from runs import SETTINGS, STEPS
-from support.comparison import assert_same
-from support.scalers import TorchScaler
+from support.comparison import TorchScaler, assert_same
 
 import ampfast
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 from support.comparison import FLOATS
-from support.registers_table import DOCUMENTED, cells, registers_table
+from support.cuda_kernels import DOCUMENTED, cells, registers_table
 from variants import (
     CUDA,
     HIP,

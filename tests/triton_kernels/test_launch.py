@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.frames import frames_of
-from support.kernel_calls import run_check, run_unscale
+from support.kernels import run_check, run_unscale
+from support.steps import frames_of
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -1,6 +1,6 @@
 """Runs a notebook in a kernel of this interpreter; as a program, saves its outputs in it.
 
-python -m tests.support.notebook examples/underflow.ipynb
+python -m tests.project.notebooks examples/underflow.ipynb
 """
 
 from __future__ import annotations

@@ -1,20 +1,63 @@
-"""Compiled kernels without a GPU: on CPU tensors, and CUDA's through a stand-in of its driver."""
+"""The CUDA kernels' compiler, flags and registers, and compiled kernels without a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from ptx_emulator import Range, cuda, driver, emulation
 from torch import Tensor
 
 from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from support import host_cuda
-from support.nvcc import FLAGS, SETUP
-from support.reference_launcher import spans_of
+from support.launchers import spans_of
+
+NVCC = shutil.which("nvcc")
+
+
+def _setup() -> ModuleType:
+    """Imports setup.py, which then builds nothing."""
+    path = Path(__file__).parents[2] / "setup.py"
+    spec = importlib.util.spec_from_file_location("ampfast_setup", path)
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    return setup
+
+
+SETUP = _setup()
+FLAGS = SETUP.nvcc_flags()
+
+
+# Its columns.
+DOCUMENTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+REGISTERS, THREADS, MOST_PROGRAMS = 65_536, 128, 16
+
+
+def registers_table() -> dict[tuple[str, str], list[str]]:
+    """Cells of each row, by backend and kernel."""
+    text = PAGE.read_text().partition("<!-- registers:start -->\n")[2]
+    rows = text.partition("<!-- registers:end -->")[0].splitlines()[2:]
+    table = {}
+    for row in rows:
+        name, *found = [cell.strip() for cell in row.strip("|").split("|")]
+        backend, _, kernel = name.partition(", ")
+        table[backend, kernel] = found
+    return table
+
+
+def cells(registers: Sequence[int]) -> list[str]:
+    """Registers and programs of a multiprocessor, as in the table."""
+    programs = [min(MOST_PROGRAMS, REGISTERS // (THREADS * -(-r // 8) * 8)) for r in registers]
+    return [f"{r}, {p}" for r, p in zip(registers, programs, strict=True)]
+
 
 # Few, so that test lists take several programs with several chunks each.
 PROGRAMS = 3

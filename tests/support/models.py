@@ -1,0 +1,607 @@
+"""Reference models of all kernels: clipping, the scale and its policies, spikes, marks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ampfast import GradScaler, Sigmas
+from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Track, Update, norm_layout
+from ampfast.backends.core import state_layout as layout
+from ampfast.backends.torch_ops import squares_in
+from ampfast.loss_scale import Limits, LossScale
+from ampfast.policies import LogMax
+from support.comparison import BITS, FLOATS, assert_same, started
+from support.kernels import flag, grads_of, storage
+
+# Bound on the relative error of a norm against the float64 norm of the unscaled values: one
+# rounding of each value, whose mean counts, and one of the norm. A float64 norm sums thousands of
+# roundings.
+NORM_ULPS = 4
+WIDE_NORM_ULPS = 256
+# Bound in ulps on a clipped gradient against unscaled x coefficient: one for each rounding.
+GRADIENT_ULPS = 2
+
+
+def ordered_bits(values: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floats."""
+    bits = values.contiguous().view(BITS[values.dtype]).to(torch.int64)
+    least = torch.iinfo(BITS[values.dtype]).min
+    return torch.where(bits < 0, least - bits, bits)
+
+
+def ulps(ours: torch.Tensor, exact: torch.Tensor) -> int:
+    """Largest distance in ulps of `ours` from float64 values."""
+    rounded = exact.to(ours.dtype)
+    if not ours.numel():
+        return 0
+    return int((ordered_bits(ours) - ordered_bits(rounded)).abs().max())
+
+
+def inverse_of(scale: float) -> torch.Tensor:
+    return torch.tensor(scale, dtype=torch.float32).double().reciprocal().float()
+
+
+def unscaled(grads: Iterable[torch.Tensor], scale: float) -> list[torch.Tensor]:
+    """Gradients as torch's op unscales them."""
+    inverse, written = inverse_of(scale), []
+    for grad in grads:
+        copy = grad.detach().clone(memory_format=torch.contiguous_format)
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
+        written.append(copy)
+    return written
+
+
+def exact_norm(grads: Sequence[torch.Tensor], scale: float, order: float = 2.0) -> float:
+    """Float64 norm of the unscaled values, not rounded to 16 bit."""
+    inverse, values = inverse_of(scale), [np.zeros(1)]
+    for grad in grads:
+        wide = grad.detach().reshape(-1).to(torch.promote_types(grad.dtype, torch.float32))
+        values.append((wide * inverse.to(wide.dtype)).double().abs().numpy())
+    every = np.concatenate(values)
+    if order == math.inf:
+        return float(every.max())
+    # 64 bits of mantissa where the processor has them.
+    return float((every.astype(np.longdouble) ** order).sum()) ** (1 / order)
+
+
+def coefficient_of(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """torch's coefficient in float64, but 1 for an infinite limit."""
+    wide = norm.detach().double()
+    if max_norm == math.inf:
+        return torch.ones_like(wide)
+    return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
+
+
+def clip_by_hand(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Unscaled gradients times the coefficient, bit for bit as `clip_grad_norm_`."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grad.copy_(wide * coefficient_of(norm, max_norm).to(wide.dtype))
+
+
+def assert_clipped(
+    grads: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
+    scale: float,
+    norm: torch.Tensor,
+    max_norm: float,
+) -> None:
+    """Asserts that the gradients were clipped to the returned norm."""
+    coefficient = coefficient_of(norm, max_norm)
+    for index, (grad, values) in enumerate(zip(grads, unscaled(before, scale), strict=True)):
+        if coefficient == 1.0:
+            assert_same(grad.contiguous(), values, f"gradient {index}")
+        else:
+            exact = values.double() * coefficient
+            assert ulps(grad, exact) <= GRADIENT_ULPS, f"gradient {index}"
+
+
+def assert_norm(norm: torch.Tensor, exact: float) -> None:
+    assert norm.shape == ()
+    if not math.isfinite(exact):
+        assert_same(norm, torch.tensor(exact, dtype=norm.dtype))
+    allowed = WIDE_NORM_ULPS if norm.dtype is torch.float64 else NORM_ULPS
+    assert ulps(norm, torch.tensor(exact, dtype=torch.float64)) <= allowed, (norm, exact)
+
+
+def ready(optimizer: Any, scale: float = 8.0, **arguments: Any) -> GradScaler:
+    """Scaler at the stage in which it may clip."""
+    assert optimizer.param_groups
+    return started(GradScaler, scale, **arguments)
+
+
+def grads_in(*optimizers: Any) -> list[torch.Tensor]:
+    return [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+class Factors(NamedTuple):
+    """Growth factor, backoff factor and growth interval."""
+
+    growth: float
+    backoff: float
+    interval: int
+
+
+def float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+@dataclass
+class Prediction:
+    """LogMax in plain Python."""
+
+    mean: float = 0.0
+    weight: float = 0.0
+    slow_mean: float = 0.0
+    slow_square: float = 0.0
+    slow_weight: float = 0.0
+    ceiling: float = 0.0
+
+    def see(self, peak: float) -> None:
+        fraction, exponent = math.frexp(peak)
+        value = exponent - 1 + (2 * fraction - 1)
+        for name, target, share in (
+            *(("mean", value, 1 / 128), ("weight", 1.0, 1 / 128)),
+            *(("slow_mean", value, 1 / 1024), ("slow_square", value * value, 1 / 1024)),
+            ("slow_weight", 1.0, 1 / 1024),
+        ):
+            average = getattr(self, name)
+            setattr(self, name, average + share * (target - average))
+
+    def scale(self, policy: LogMax) -> float:
+        far = self.slow_mean / self.slow_weight
+        variance = self.slow_square / self.slow_weight - far * far
+        highest = self.mean / self.weight + policy.sigmas * math.sqrt(max(variance, 0.0))
+        exponent = min(max(16 - policy.headroom - highest, -126.0), 127.0)
+        return 2.0 ** (math.floor(exponent + 127) - 127)
+
+    def averages(self) -> list[float]:
+        averages = [*(self.mean, self.weight, self.slow_mean), self.slow_square, self.slow_weight]
+        return [*averages, self.ceiling]
+
+
+@dataclass
+class ScaleModel:
+    """Scale, counters and history."""
+
+    scale: float
+    tracker: int
+    factors: Factors
+    limits: Limits
+    steps: int = 0
+    skipped: int = 0
+    growths: int = 0
+    backoffs: int = 0
+    consecutive_skips: int = 0
+    skips_at_minimum: int = 0
+    tolerated: int = 0
+    spikes: int = 0
+    history: list[tuple[float, float, float | None, float]] = field(default_factory=list)
+    prediction: Prediction = field(default_factory=Prediction)
+    predicted: float = math.nan  # for the next step
+
+    def update(self, flag: float, norm: float | None = None, peak: float = 0.0) -> None:
+        self.history.append((self.scale, flag, norm, self.predicted))
+        self.predicted = math.nan
+        self.steps += 1
+        self.skipped += flag != 0
+        self.consecutive_skips = self.consecutive_skips + 1 if flag else 0
+        if flag == SPIKE:
+            self.spikes += 1
+        else:
+            self._move(bool(flag), peak)
+
+    def _move(self, found: bool, peak: float) -> None:
+        growth, backoff, interval = self.factors
+        before, limits, policy = self.scale, self.limits, self.limits.policy
+        after = before
+        if found:
+            self.tracker = 0
+            self.tolerated += 1
+            if self.tolerated >= limits.hysteresis:
+                after = float32(before * backoff)
+        else:
+            self.tracker += 1
+            if limits.hysteresis_refill == "finite_step":
+                self.tolerated = 0
+            if 1 <= interval <= self.tracker:
+                self.tracker = 0
+                self.tolerated = 0
+                grown = float32(before * growth)
+                after = grown if math.isfinite(grown) else before
+        if isinstance(policy, LogMax):
+            after = self._predicted(found, after, peak)
+        if after > before and limits.max_scale is not None:
+            after = min(after, max(before, float32(limits.max_scale)))
+        elif after < before and limits.min_scale is not None:
+            after = max(after, min(before, float32(limits.min_scale)))
+        self.growths += after > before
+        self.backoffs += after < before
+        stuck = found and limits.min_scale is not None and before <= float32(limits.min_scale)
+        self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
+        self.scale = after
+
+    def _predicted(self, found: bool, by_torch: float, peak: float) -> float:
+        prediction, policy = self.prediction, self.limits.policy
+        if found:
+            prediction.ceiling = by_torch
+        else:
+            if self.tracker == 0 and self.factors.interval >= 1:
+                grown = float32(prediction.ceiling * self.factors.growth)
+                prediction.ceiling = grown if math.isfinite(grown) else prediction.ceiling
+            if 0 < peak < math.inf:
+                prediction.see(peak)
+        after = by_torch
+        if prediction.weight:
+            after = self.predicted = prediction.scale(policy)
+        return min(after, prediction.ceiling) if prediction.ceiling > 0 else after
+
+    def counters(self) -> list[int]:
+        known = [
+            *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
+            *(self.skips_at_minimum, self.tolerated, self.spikes),
+        ]
+        return known + [0] * (layout.COUNTERS - len(known))
+
+
+POLICIES = {
+    "torch's": Limits(),
+    "limits": Limits(min_scale=0.3, max_scale=40.0),
+    "minimum": Limits(min_scale=1.1),
+    "maximum": Limits(max_scale=7.7),
+    "hysteresis": Limits(hysteresis=3),
+    "hysteresis refilled": Limits(hysteresis=2, hysteresis_refill="finite_step"),
+    "all": Limits(0.5, 30.0, 2, "growth"),
+    "log max": Limits(policy=LogMax()),
+    "log max, limits": Limits(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
+}
+FACTORS = Factors(1.9, 0.3, 3)
+
+
+def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[float, float | None]]:
+    """Flags of random overflows, often enough to reach both limits, and norms now and then."""
+    chance = random.Random(seed)
+    steps = []
+    while len(steps) < count:
+        overflows = chance.random() < 0.4
+        for _ in range(chance.randint(1, 12)):
+            flag = float(overflows and chance.random() < 0.9)
+            if spikes and chance.random() < 0.2:
+                flag = SPIKE
+            norm = chance.choice([None, math.inf, math.nan, chance.random()])
+            steps.append((flag, norm if norm is None else float32(norm)))
+    return steps[:count]
+
+
+def random_peaks(count: int, limits: Limits) -> list[float | None]:
+    """Peaks for a policy that needs them, else None: a walk, with zeros and extremes."""
+    if limits.policy is None:
+        return [None] * count
+    chance, level = random.Random(count), 0.0
+    peaks = []
+    for _ in range(count):
+        level += chance.gauss(0.0, 1.0)
+        usual = 2.0 ** (level / 4)
+        peaks.append(chance.choice([usual] * 20 + [0.0, 1e-300, 2.0**-149, 3e38, math.inf]))
+    return peaks
+
+
+def update_of(
+    kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor, found: float, norm: float | None
+) -> Update:
+    """An update of these by `FACTORS`."""
+    device = scale.device
+    given = None if norm is None else torch.tensor(norm, device=device)
+    words = kept.words_on(device)
+    return Update(scale, tracker, [torch.tensor(found, device=device)], *FACTORS, words, given)
+
+
+def propose(kept: LossScale, update: Update, peak: float | None) -> None:
+    """Lets the policy, if there is one, propose a scale for an update."""
+    if kept.follower is not None:
+        peaks = torch.tensor(peak, dtype=torch.float64, device=update.scale.device)
+        kept.follower.observed.append(peaks)
+        kept.follower.before_update(update)
+
+
+def conclude(kept: LossScale) -> None:
+    """Tells the policy that the update is done."""
+    if kept.follower is not None:
+        kept.follower.after_update()
+        kept.follower.observed = []
+
+
+def assert_state(kept: LossScale, model: ScaleModel) -> None:
+    """Compares counters, averages and ring with those of the model."""
+    words = kept.words.cpu()
+    assert words[: layout.COUNTERS].tolist() == model.counters()
+    assert words[layout.PROPOSAL] == 0
+    if isinstance(model.limits.policy, LogMax):
+        assert kept.state_dict()["averages"] == model.prediction.averages()
+    history = kept.history()
+    expected = model.history[-layout.RING_STEPS :]
+    if model.steps > len(expected):
+        expected[0] = (*expected[0][:3], math.nan)  # that entry is overwritten
+    assert history.step.tolist() == list(range(model.steps - len(expected), model.steps))
+    columns = (history.scale, history.skipped, history.spiked, history.grad_norm)
+    rows = zip(*(each.tolist() for each in (*columns, history.predicted)), strict=True)
+    assert repr(list(rows)) == repr(
+        [
+            (scale, flag != 0, flag == SPIKE, math.nan if norm is None else norm, predicted)
+            for scale, flag, norm, predicted in expected
+        ]
+    )
+    assert history.has_norm.tolist() == [norm is not None for _, _, norm, _ in expected]
+
+
+class Rule:
+    """Mean and sample deviation of the norms of the last steps taken, summed from the oldest.
+
+    Attributes:
+        taken: Norms since the window began.
+        spikes: Spikes in a row.
+        restarts: Restarts of the window.
+    """
+
+    def __init__(self, limit: float | Sigmas) -> None:
+        self.limit = limit
+        self.taken: list[float] = []
+        self.spikes = self.restarts = 0
+
+    @property
+    def patience(self) -> int:
+        assert isinstance(self.limit, Sigmas)
+        return self.limit.patience or min(self.limit.window // 2, 32)
+
+    def flag(self, norm: float) -> float:
+        """The flag after a clipping of finite gradients with this norm."""
+        if not isinstance(self.limit, Sigmas):
+            return 0.0 if norm <= self.limit else SPIKE
+        is_usable = 0 < norm < math.inf
+        last = self.taken[-self.limit.window :]
+        if len(last) == self.limit.window:
+            mean = total(last) / len(last)
+            squares = total([(norm - mean) * (norm - mean) for norm in last])
+            deviation = max(math.sqrt(squares / (len(last) - 1)), 0.01 * mean)
+            if not norm <= mean + self.limit.sigmas * deviation:
+                if not is_usable:
+                    return SPIKE
+                self.spikes += 1
+                if self.spikes <= self.patience:
+                    return SPIKE
+                self.taken = []
+                self.restarts += 1
+        if is_usable:
+            self.taken.append(norm)
+            self.spikes = 0
+        return 0.0
+
+    def words(self) -> Tensor:
+        """What a kernel is given at first."""
+        assert isinstance(self.limit, Sigmas)
+        words = torch.zeros(norm_layout.RING + self.limit.window, dtype=torch.float64)
+        words[norm_layout.PATIENCE] = self.patience
+        return words
+
+    def assert_are(self, words: Tensor) -> None:
+        """Checks the words of a kernel that was given the same norms."""
+        assert isinstance(self.limit, Sigmas)
+        header = {"COUNT": len(self.taken), "SPIKES": self.spikes}
+        header |= {"PATIENCE": self.patience, "RESTARTS": self.restarts}
+        for name, number in header.items():
+            assert words[getattr(norm_layout, name)] == number, name
+        last, count, window = self.taken[-self.limit.window :], len(self.taken), self.limit.window
+        ring = words[norm_layout.RING :].tolist()
+        assert [ring[place % window] for place in range(count - len(last), count)] == last
+
+
+def total(values: list[float]) -> float:
+    # sum() of Python 3.12 and newer is more exact.
+    result = 0.0
+    for value in values:
+        result += value
+    return result
+
+
+def random_norms(count: int, seed: int) -> list[float]:
+    """Norms of changing levels, some of them far off, others 0 or infinite, as float32 has them."""
+    chance, level, norms = random.Random(seed), 1.0, []
+    scales = [1.0] * 8 + [1.3, 5.0, 1e6, math.inf, 0.0]
+    for _ in range(count):
+        if chance.random() < 0.05:
+            level = chance.choice([0.5, 1.0, 8.0])
+        norms.append(level * chance.uniform(0.5, 1.5) * chance.choice(scales))
+    return torch.tensor(norms).tolist()
+
+
+def track_for(parameters: int, *, step: int = 0, device: str | torch.device = "cpu") -> Track:
+    """An empty table, between rows that no pass may write."""
+    marks = torch.full((parameters + 2, MARK_WORDS), -7, dtype=torch.int64, device=device)
+    marks[1:-1] = 0
+    now = torch.tensor(step, dtype=torch.int64, device=device)
+    return Track(marks[1:-1], now)
+
+
+def assert_surroundings_kept(track: Track) -> None:
+    rows = track.marks
+    whole = rows.new_empty(0).set_(rows.untyped_storage()).view(-1, rows.shape[1])
+    assert (whole[[0, -1]] == -7).all(), "wrote outside the table"
+
+
+def marked(track: Track) -> list[bool]:
+    """Whether each parameter ever overflowed."""
+    return [row[0] != 0 for row in track.marks.tolist()]
+
+
+def kinds_in(track: Track) -> list[list[int]]:
+    """The last steps and counts of each parameter, as `marks_of`."""
+    return [row[:4] for row in track.marks.tolist()]
+
+
+def marks_of(used: Sequence[torch.Tensor], step: int = 0) -> list[list[int]]:
+    """Marks after one step, from the values that the optimizer uses."""
+    rows = []
+    for values in used:
+        bad, nan = bool((~values.isfinite()).any()), bool(values.isnan().any())
+        rows.append([(step + 1) * bad, (step + 1) * nan, int(bad), int(nan)])
+    return rows
+
+
+def range_of(values: torch.Tensor) -> list[float]:
+    """Elements, nonzero, vanishing, subnormal, overflowing, largest and smallest nonzero."""
+    sizes = values.detach().flatten().double().abs()
+    nonzero = sizes[~(sizes == 0)]
+    numbers = nonzero[~nonzero.isnan()]
+    smallest = 0.0
+    if len(nonzero):
+        smallest = float(numbers.min()) if len(numbers) else torch.nan
+    return [
+        *(float(len(sizes)), float(len(nonzero))),
+        float((nonzero < 2.0**-24).sum()),
+        float((nonzero < 2.0**-14).sum()),
+        float((~(nonzero <= 65504)).sum()),
+        *(float(sizes.max()) if len(sizes) else 0.0, smallest),
+    ]
+
+
+def edges_of_half(dtype: torch.dtype) -> torch.Tensor:
+    """Bounds of float16's range and their neighbours, of both signs."""
+    infinity = torch.tensor(torch.inf, dtype=dtype)
+    found = [torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)]
+    for bound in (0.0, 2.0**-25, 2.0**-24, 2.0**-14, 1.0, 65504.0, 65520.0, 65536.0):
+        value = torch.tensor(bound, dtype=torch.float64).to(dtype)
+        below, above = torch.nextafter(value, -infinity), torch.nextafter(value, infinity)
+        found.append(torch.stack([value, above, below]))
+    values = torch.cat(found)
+    return torch.cat([values, -values])
+
+
+def random_list(seed: int, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Gradients of many sizes, addresses and ranges: zeros, subnormals, infinities and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    found = []
+    for _ in range(chance(1, 9)):
+        dtype = dtypes[chance(0, len(dtypes))]
+        count = (0, 1, 7, 33, 255, 4096, 4100, 20_000)[chance(0, 8)]
+        offset = chance(0, 9)
+        exponents = torch.rand(count + offset, generator=generator, dtype=torch.float64)
+        values = torch.randn(count + offset, generator=generator, dtype=torch.float64)
+        values *= 2.0 ** (exponents * chance(1, 60) - chance(0, 45))
+        values[torch.rand(count + offset, generator=generator) < 0.1] = 0.0
+        values = values.to(dtype)
+        if dtype is torch.float16:
+            values = values.clamp(-65504, 65504)
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            if count and chance(0, 6) == 0:
+                values[offset + chance(0, count)] = bad
+        found.append(values[offset:])
+    return found
+
+
+def copies(grads: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies at the same offsets to a 16-byte boundary."""
+    memories = [storage(grad).to(device, copy=True) for grad in grads]
+    places = [(grad.storage_offset(), grad.numel()) for grad in grads]
+    return [memory.narrow(0, *place) for memory, place in zip(memories, places, strict=True)]
+
+
+def widened(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [g if g.dtype == torch.float64 else g.float() for g in grads]
+
+
+def tracked(work: Pass, track: Track) -> Pass:
+    return work._replace(marks=track.marks, now=track.now)
+
+
+def assert_squares(squares: torch.Tensor, grads: Sequence[torch.Tensor], factor: float) -> None:
+    """Sums of squares by parameter; GPU kernels sum in float32 over windows of 8 KiB."""
+    for found, grad in zip(squares.tolist(), widened(grads), strict=True):
+        expected = float((grad * factor).double().square().sum())
+        if 2.0**-60 < expected < 2.0**110:
+            assert found == pytest.approx(expected, rel=1e-4)
+        elif not math.isfinite(expected):
+            assert not math.isfinite(found) and math.isnan(found) is math.isnan(expected)
+
+
+def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Compares marks of every kind of pass, and results with and without tracking."""
+    count = len(make)
+    inverse, divisor = 1.5, 0.75
+
+    def run(name: str, used: Sequence[torch.Tensor], work: Pass) -> None:
+        expected = marks_of(used, 4)
+        plain = copies(make, device)
+        found = kernels.run(grads_of(plain), work).item()
+        grads = copies(make, device)
+        track = track_for(count, step=4, device=device)
+        assert kernels.run(grads_of(grads), tracked(work, track)).item() == found, name
+        assert kinds_in(track) == expected, name
+        squares = squares_in(track.marks)
+        if work.sums is None:
+            assert not squares.any(), name
+        else:
+            assert_squares(squares, make, inverse)
+        assert_surroundings_kept(track)
+        for ours, theirs in zip(grads, plain, strict=True):
+            same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+            assert same.all(), f"{name}: another result"
+
+    run("raw", make, Pass(False, Factor.NONE))
+    quotients = [g / divisor for g in widened(make)]
+    run("divided", quotients, Pass(False, Factor.DIVIDE, flag(divisor).to(device)))
+    written = [(w * inverse).to(g.dtype) for w, g in zip(widened(make), make, strict=True)]
+    factor = flag(inverse).to(device)
+    run("unscaled", written, Pass(True, Factor.TIMES, factor))
+    scale = flag(4.0).to(device)
+    run("scaled", [g / 4 for g in make], Pass(True, Factor.TIMES_RECIPROCAL, scale))
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    run("norms", written, Pass(False, Factor.TIMES, factor, sums=sums))
+
+
+def check_random_lists(kernels: Any, device: torch.device, seeds: range) -> None:
+    for seed in seeds:
+        dtypes = FLOATS if seed % 2 else FLOATS[seed // 2 % 4 :][:1]
+        grads = random_list(seed, dtypes)
+        if any(g.numel() for g in grads):
+            check_passes(kernels, grads, device)
+
+
+def check_times(kernels: Any, device: torch.device, elements: int = 70_000) -> None:
+    """A step counts once in any number of passes, with the kind found by the last one."""
+    track = track_for(2, device=device)
+    check = tracked(Pass(False, Factor.NONE), track)
+    good, bad = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):
+        track.now.fill_(step)
+        bad.fill_(value)
+        for _ in range(3):
+            kernels.run(grads_of([good, bad]), check)
+    assert kinds_in(track) == [[0, 0, 0, 0], [6, 3, 3, 1]]
+    # First infinities, then NaN in the same step, which makes it a step with NaN.
+    track.now.fill_(7)
+    for value in (torch.inf, torch.nan, torch.inf):
+        bad.fill_(value)
+        kernels.run(grads_of([bad, good]), check)
+    assert kinds_in(track) == [[8, 8, 1, 1], [6, 3, 3, 1]]

@@ -1,0 +1,236 @@
+"""Training twins, single steps of a scaler, and what a step calls and reads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ampfast import GradScaler
+from support.comparison import TorchScaler, assert_same
+from support.gradients import filled, parameter_with, plant
+from support.optimizers import FUSED, OPTIMIZERS
+
+
+@dataclass
+class Side:
+    """Scaler, small model and optimizer; one of two twins."""
+
+    scaler: TorchScaler
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def loss(self, seed: int) -> torch.Tensor:
+        """Mean square of the model's output for inputs drawn from `seed`."""
+        return self.model(filled((5, 8), torch.float32, seed)).square().mean()
+
+    def train(self, seed: int, bad: float | None = None) -> Any:
+        """One ordinary step, with `bad` planted in a gradient if given; returns step's value."""
+        self.optimizer.zero_grad()
+        loss = self.loss(seed)
+        self.losses.append(loss.detach())
+        self.scaler.scale(loss).backward()
+        if bad is not None:
+            plant(next(self.model.parameters()).grad, "middle", bad)
+        result = self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return result
+
+    def observe(self) -> dict[str, Any]:
+        """State that must be equal on both sides."""
+        scaler = self.scaler
+        return {
+            "losses": self.losses,
+            "parameters": [p.detach() for p in self.model.parameters()],
+            "gradients": [p.grad for p in self.model.parameters()],
+            "optimizer": self.optimizer.state_dict(),
+            "scale": scaler._scale if scaler.is_enabled() else None,
+            "tracker": scaler._growth_tracker if scaler.is_enabled() else None,
+            "state_dict": scaler.state_dict(),
+            "records": [
+                {"stage": record["stage"], "flags": list(record["found_inf_per_device"].values())}
+                for record in (scaler._per_optimizer_states if scaler.is_enabled() else {}).values()
+            ],
+        }
+
+
+def small_model(seed: int = 0) -> torch.nn.Module:
+    """Two-layer network with weights drawn from `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def side(
+    scaler_type: type[TorchScaler],
+    optimizer: str | Callable[..., Any] = "sgd",
+    seed: int = 0,
+    **scaler_arguments: Any,
+) -> Side:
+    """Returns one twin; `optimizer` is a name in `OPTIMIZERS` or makes one from the parameters."""
+    scaler_arguments.setdefault("device", "cpu")
+    model = small_model(seed)
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return Side(scaler_type(**scaler_arguments), model, make(list(model.parameters())))
+
+
+def paired(
+    optimizer: str | Callable[..., Any] = "sgd", seed: int = 0, **scaler_arguments: Any
+) -> tuple[Side, Side]:
+    """Returns ``(ours, torch's)`` twins that differ in the scaler's class alone."""
+    return (
+        side(GradScaler, optimizer, seed, **scaler_arguments),
+        side(TorchScaler, optimizer, seed, **scaler_arguments),
+    )
+
+
+def assert_sides_same(ours: Side, theirs: Side) -> None:
+    """Compares the observable state of two sides."""
+    assert_same(ours.observe(), theirs.observe(), "side")
+
+
+F32_MAX = torch.finfo(torch.float32).max
+# An inverse of this scale or a smaller one is infinite in float32.
+TINY = 2.0**-128
+
+
+def _takes_grad_scale(kind: str) -> bool:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    return getattr(OPTIMIZERS[kind]([parameter]), "_step_supports_amp_scaling", False)
+
+
+# Scalers take the fused Adagrad of torch 2.11 for a plain optimizer.
+TAKE_GRAD_SCALE = tuple(kind for kind in FUSED if _takes_grad_scale(kind))
+
+
+@dataclass
+class Setup:
+    """Started scaler, parameters of value 1 with given gradients, and their optimizer."""
+
+    scaler: Any
+    optimizer: Any
+    parameters: list[torch.nn.Parameter]
+    calls: list[tuple[Any, Any]]
+
+    def step(self) -> Any:
+        return self.scaler.step(self.optimizer)
+
+    def finite(self) -> bool:
+        return all(bool(p.isfinite().all()) for p in self.parameters)
+
+    def untouched(self) -> bool:
+        return all(bool((p == 1).all()) for p in self.parameters)
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self.parameters]
+
+
+def setup(
+    scaler_type: type,
+    optimizer: str | Callable[..., Any],
+    gradients: Sequence[torch.Tensor],
+    scale: float = 2.0**16,
+    **arguments: Any,
+) -> Setup:
+    parameters = [parameter_with(g.clone()) for g in gradients]
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    scaler = scaler_type("cpu", init_scale=scale, **arguments)
+    scaler.scale(torch.ones(()))
+    made = make(parameters)
+    calls: list[tuple[Any, Any]] = []
+    real_step = made.step
+
+    def counted(_: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append((getattr(made, "grad_scale", None), getattr(made, "found_inf", None)))
+        return real_step(*args, **kwargs)
+
+    # Learning rate schedules require a bound method.
+    made.step = types.MethodType(counted, made)
+    return Setup(scaler, made, parameters, calls)
+
+
+def floats(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def both(*arguments: Any, **keywords: Any) -> tuple[Setup, Setup]:
+    return setup(GradScaler, *arguments, **keywords), setup(TorchScaler, *arguments, **keywords)
+
+
+def flags(run: Setup) -> list[float]:
+    return [t.item() for t in run.scaler._found_inf_per_device(run.optimizer).values()]
+
+
+def host_reads(call: Callable[[], Any]) -> int:
+    """Number of tensor values read by the host in a call, outside of torch's own kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    items = [event for event in profile.events() if event.name == "aten::item"]
+    # torch's fused kernels read their step counters in this way on the CPU.
+    return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)
+
+
+RANKS = str(Path(dist.__file__).parent)
+
+
+class Loop:
+    """Scaler and optimizer with new gradients for every iteration."""
+
+    def __init__(
+        self, scaler: Any, kind: str = "plain", *, parameters: int = 10, schedule: bool = False
+    ) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(4)) for _ in range(parameters)]
+        options: dict[str, Any] = {"fused": True} if kind == "fused" else {"foreach": False}
+        self.optimizer = torch.optim.AdamW(self.params, **options)
+        if schedule:
+            self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+        self.scaler = scaler
+        for _ in range(2):
+            self.backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def backward(self) -> None:
+        self.scaler.scale(torch.ones(()))
+        for param in self.params:
+            param.grad = torch.randn(4)
+
+
+def frames_of(
+    call: Callable[[], object], *, but: Callable[..., Any], of_triton: str | None = None
+) -> list[str]:
+    """Python functions entered by a call, without one of them, torch.distributed's, and callees.
+
+    `of_triton` takes the place of the names of Triton's.
+    """
+    names: list[str] = []
+    left_out: list[Any] = []
+    code = getattr(but, "__func__", but).__code__
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            if left_out or frame.f_code is code or frame.f_code.co_filename.startswith(RANKS):
+                left_out.append(frame)
+            else:
+                is_tritons = of_triton and "/triton/" in frame.f_code.co_filename
+                is_tritons = is_tritons and "/ampfast/" not in frame.f_code.co_filename
+                names.append(of_triton or "" if is_tritons else frame.f_code.co_qualname)
+        elif event == "return" and left_out:
+            left_out.pop()
+
+    gc.disable()  # what it ends may run Python
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return names[1:]  # `call` itself
