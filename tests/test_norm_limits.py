@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.comparison import assert_same, started
 from support.gradients import sgd_with
+from support.models import float32
 from support.steps import host_reads
 
 import ampfast
@@ -55,10 +56,6 @@ class Model:
         elif len(self.norms) == warmup:
             self.mean, self.variance = np.mean(self.norms), np.var(self.norms)
         return limit
-
-
-def float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
 
 
 def norms_of(seed: int, count: int = 60) -> list[float]:

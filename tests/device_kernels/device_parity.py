@@ -100,13 +100,12 @@ def assert_same_memory(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
         assert_same(storage(a), storage(b), f"memory of gradient {i}, {a.dtype}")
 
 
-def check_reads(make: Make, divisors: Sequence[float] = (), *, raw: bool = True) -> None:
+def check_reads(make: Make, divisors: Sequence[float] = ()) -> None:
     """Checks gradients and their quotients by each divisor; nothing may be written."""
     grads = make()
     before = [exact_bits(g) for g in grads]
     table = grads_of(grads)
-    if raw:
-        assert run_check(KERNELS, table).item() == non_finite(grads)
+    assert run_check(KERNELS, table).item() == non_finite(grads)
     for divisor in divisors:
         found = run_check(KERNELS, table, flag(divisor)).item()
         assert found == non_finite(quotients(grads, divisor)), divisor

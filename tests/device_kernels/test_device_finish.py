@@ -220,9 +220,6 @@ def test_fused_update_takes_another_flag(other: float, given: float | None) -> N
         assert_same([scale, tracker], torch_updated("grows", skipped))
 
 
-DOUBLE = "must be a contiguous tensor of {} elements of Double"
-
-
 # The update alone
 
 

@@ -114,10 +114,10 @@ def graph_breaks(scaler: Any, kind: str, device: torch.device) -> int:
     return broken
 
 
-def assert_no_more_breaks(kind: str, device: torch.device, backend: str | None = None) -> None:
+def assert_no_more_breaks(kind: str, device: torch.device) -> None:
     """Asserts at most torch's number of breaks; fewer breaks may leave more graphs."""
     theirs = graph_breaks(TorchScaler(device.type, **SETTINGS), kind, device)
-    ours = graph_breaks(GradScaler(device.type, backend=backend, **SETTINGS), kind, device)
+    ours = graph_breaks(GradScaler(device.type, **SETTINGS), kind, device)
     assert 0 < ours <= theirs, (ours, theirs)
 
 

@@ -83,12 +83,12 @@ def side(
 
 
 def paired(
-    optimizer: str | Callable[..., Any] = "sgd", seed: int = 0, **scaler_arguments: Any
+    optimizer: str | Callable[..., Any] = "sgd", **scaler_arguments: Any
 ) -> tuple[Side, Side]:
     """Returns ``(ours, torch's)`` twins that differ in the scaler's class alone."""
     return (
-        side(GradScaler, optimizer, seed, **scaler_arguments),
-        side(TorchScaler, optimizer, seed, **scaler_arguments),
+        side(GradScaler, optimizer, **scaler_arguments),
+        side(TorchScaler, optimizer, **scaler_arguments),
     )
 
 
