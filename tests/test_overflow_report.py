@@ -85,6 +85,15 @@ def test_no_overflow(scaler: GradScaler) -> None:
     assert counts(report_of(scaler, optimizer)) == [(1, 1, 0)]
 
 
+def test_a_pass_by_an_overridden_hook_is_marked() -> None:
+    class Calls(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return super()._unscale_grads_(*args)
+
+    scaler = comparison.started(Calls, 4.0, track="overflow")
+    assert kinds(report_of(scaler, sgd(parameters(INF)))) == [(0, "inf")]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_names_kinds_and_counts(scaler: GradScaler, fused: bool) -> None:
     params = parameters(None, None, None, None)
