@@ -15,10 +15,10 @@ from support.kernels import (
     run_check,
     run_unscale,
     storage,
+    window,
 )
 from support.launchers import chosen, compiled
 
-from ampfast.backends import core
 from ampfast.backends.gpu import DeviceKernels
 
 launch = chosen()
@@ -31,11 +31,6 @@ GUARD = 32
 VECTOR_BYTES = 16
 
 Make = Callable[[], list[torch.Tensor]]
-
-
-def window(dtype: torch.dtype) -> int:
-    """Elements per window."""
-    return core.WINDOW_BYTES // dtype.itemsize
 
 
 def offsets(dtype: torch.dtype) -> range:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from device_parity import BACKEND, KERNELS, guarded, mixed, normal, window
+from device_parity import BACKEND, KERNELS, guarded, mixed, normal
 from support.comparison import FLOATS, assert_same
 from support.gradients import sgd_with
-from support.kernels import flag, storage
-from support.kernels import grads_in as grads_of_list
+from support.kernels import flag, grads_of, storage, window
 from support.models import Rule, assert_clipped, exact_norm, grads_in, random_norms, ready
 
 from ampfast import Sigmas
@@ -110,6 +109,6 @@ def test_one_launch_clips_by_sums(dtype: torch.dtype | None, sums: tuple[float, 
             # Also without gradients.
             for norm, listed in zip(norms, (grads, [torch.empty(0)]), strict=True):
                 clip = Clip(given, limit, largest, norm)
-                kernels.run(grads_of_list(listed), Pass(True, Factor.NONE, clip=clip))
+                kernels.run(grads_of(listed), Pass(True, Factor.NONE, clip=clip))
             sides.append([*norms, [storage(grad) for grad in grads]])
         assert_same(sides[0], sides[1], f"{limit} {wide}")

@@ -16,7 +16,6 @@ from device_parity import (
     normal,
     offsets,
     torch_unscaled,
-    window,
 )
 from support.comparison import FLOATS, assert_same
 from support.kernels import (
@@ -28,6 +27,7 @@ from support.kernels import (
     run_check,
     run_sums,
     run_unscale,
+    window,
 )
 
 from ampfast.backends.core import Update

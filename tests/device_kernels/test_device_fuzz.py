@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from batches import KINDS, random_batch, run_batch
-from device_parity import BACKEND, CPU, KERNELS, guarded, normal, window
+from device_parity import BACKEND, CPU, KERNELS, guarded, normal
 from support.comparison import FLOATS, assert_same
-from support.kernels import flag, grads_of, run_check, run_unscale, wide
+from support.kernels import flag, grads_of, run_check, run_unscale, wide, window
 from support.launchers import ON_HOST
 
 IS_COMPILED = BACKEND is None

@@ -19,10 +19,18 @@ from device_parity import (
     normal,
     offsets,
     torch_unscaled,
-    window,
 )
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernels import flag, grads_of, last_finite, random_bits, run_check, run_unscale, wide
+from support.kernels import (
+    flag,
+    grads_of,
+    last_finite,
+    random_bits,
+    run_check,
+    run_unscale,
+    wide,
+    window,
+)
 
 pytestmark = pytest.mark.usefixtures("watched")
 

@@ -13,10 +13,18 @@ from device_parity import (
     guarded,
     normal,
     offsets,
-    window,
 )
 from support.comparison import assert_same
-from support.kernels import exact_bits, flag, grads_of, random_bits, run_sums, run_unscale, wide
+from support.kernels import (
+    exact_bits,
+    flag,
+    grads_of,
+    random_bits,
+    run_sums,
+    run_unscale,
+    wide,
+    window,
+)
 from support.models import kinds_in, marked, marks_of, track_for
 
 from ampfast.backends.core import Factor, Pass

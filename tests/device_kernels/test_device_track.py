@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_parity import CPU, KERNELS, guarded, offsets, window
+from device_parity import CPU, KERNELS, guarded, offsets
 from support.comparison import FLOATS
+from support.kernels import window
 from support.models import (
     check_passes,
     check_random_lists,

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from gpu_support import flag
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernels import grads_of, inverse_of, run_check, run_unscale
-
-from ampfast.backends import core
+from support.kernels import grads_of, inverse_of, run_check, run_unscale, window
 
 ALIGNMENT = 16
 KINDS = ("normal", "wide", "bits")
@@ -22,10 +20,6 @@ KINDS = ("normal", "wide", "bits")
 # Of each list the views: dtype, gap in front and length, in elements.
 Batch = list[list[tuple[torch.dtype, int, int]]]
 Lists = list[list[torch.Tensor]]
-
-
-def window(dtype: torch.dtype) -> int:
-    return core.WINDOW_BYTES // dtype.itemsize
 
 
 def random_batch(seed: int, lists: int) -> Batch:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import KINDS, every_offset_batch, random_batch, run_batch, window
+from batches import KINDS, every_offset_batch, random_batch, run_batch
 from gpu_support import flag, kernels_of
 from support.comparison import BITS, FLOATS, assert_same
 from support.gradients import make_gradient
-from support.kernels import grads_of, inverse_of, run_check, run_sums, run_unscale
+from support.kernels import grads_of, inverse_of, run_check, run_sums, run_unscale, window
 from support.models import check_random_lists, check_times, marked, track_for
 
 from ampfast.backends.core import Update

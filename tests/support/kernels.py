@@ -87,6 +87,11 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
+def window(dtype: torch.dtype) -> int:
+    """Elements per window."""
+    return core.WINDOW_BYTES // dtype.itemsize
+
+
 def inverse_of(scale: float) -> float:
     return flag(scale).double().reciprocal().float().item()
 

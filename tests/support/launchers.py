@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -179,6 +178,8 @@ def compiled() -> Any:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
+    import pytest
+
     from support.cuda_kernels import EmulatedLauncher
 
     if found := re.fullmatch(r"cuda-host(?:-(address|thread))?", name):
@@ -199,6 +200,8 @@ def chosen() -> Any:
 
 
 def _interpreter() -> ModuleType:
+    import pytest
+
     try:
         from ampfast.backends.triton import launch
     except ModuleNotFoundError as error:
@@ -210,6 +213,8 @@ def _interpreter() -> ModuleType:
 
 
 def _compiled_triton(architecture: str) -> ModuleType:
+    import pytest
+
     try:
         from ampfast.backends.triton import launch
     except ModuleNotFoundError as error:
@@ -224,6 +229,8 @@ def _compiled_triton(architecture: str) -> ModuleType:
 
 
 def _compiled_cuda(architecture: str) -> ModuleType:
+    import pytest
+
     from support import cuda_kernels
 
     if cuda_kernels.NVCC is None:
