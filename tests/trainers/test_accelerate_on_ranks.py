@@ -27,13 +27,8 @@ from tests.distributed import ranks
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
 
 PAGE = (EXAMPLES.parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
-(RECIPE,) = (
-    dedent(block)
-    for block in re.findall(r"(?:^ {4}.*\n)+", PAGE, re.MULTILINE)
-    if "scaler.pt" in block
-)
-PLAIN = "accelerator.load_state(folder)"
-INITIALIZED = "AssertionError: _growth_tracker initialized before _scale"
+BLOCKS = re.findall(r"(?:^ {4}.*\n)+", PAGE, re.MULTILINE)
+(RECIPE,) = (dedent(block) for block in BLOCKS if "scaler.pt" in block)
 
 
 class Setting(NamedTuple):
@@ -47,11 +42,10 @@ class Setting(NamedTuple):
 def new_accelerator(**settings: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
-    os.environ |= {
-        **{f"{prefix}RANK": str(dist.get_rank()) for prefix in ("", "LOCAL_")},
-        **{f"{prefix}WORLD_SIZE": str(dist.get_world_size()) for prefix in ("", "LOCAL_")},
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for prefix in ("", "LOCAL_"):
+        os.environ[f"{prefix}RANK"] = str(dist.get_rank())
+        os.environ[f"{prefix}WORLD_SIZE"] = str(dist.get_world_size())
     return accelerate.Accelerator(cpu=True, **settings)
 
 
@@ -108,18 +102,14 @@ def train(
 
 def compared(setting: Setting) -> list[tuple[Any, ...]]:
     """Runs of a plain optimizer, a fused one, and that with `LateScheduler`, with overflows."""
-    theirs, ours = TorchScaler, ampfast.GradScaler
-    if not setting.averages:
-        theirs, ours = ShardedGradScaler, ampfast.ShardedGradScaler
+    theirs = TorchScaler if setting.averages else ShardedGradScaler
+    ours = ampfast.GradScaler if setting.averages else ampfast.ShardedGradScaler
     for name, bad in itertools.product(("adam", "fused_adam"), (True, False)):
         # Ranks of torch's sharded scaler disagree in the step of a fused optimizer.
         if setting.averages or name == "adam" or not bad:
             assert_same(train(ours, name, setting, bad), train(theirs, name, setting, bad))
-    return [
-        train(ours, "adam", setting, bad=True),
-        train(ours, "fused_adam", setting, bad=True),
-        train(ours, "fused_adam", setting, bad=True, late=True),
-    ]
+    kinds = (("adam", False), ("fused_adam", False), ("fused_adam", True))
+    return [train(ours, name, setting, bad=True, late=late) for name, late in kinds]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -127,8 +117,7 @@ def compared(setting: Setting) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("averages", [True, False], ids=["averaged", "own"])
 def test_overflows_on_one_rank(averages: bool, splits: bool, accumulation: int) -> None:
     first, second = ranks.run(compared, Setting(averages, splits, accumulation))
-    # Each rank's own gradients make models of its own.
-    same = -1 if not averages else None
+    same = None if averages else -1  # own gradients make models of each rank's own
     for run, other in zip(first, second, strict=True):
         assert_same(run[:same], other[:same])
     ends = [*range(accumulation - 1, STEPS - 1, accumulation), STEPS - 1]
@@ -162,22 +151,21 @@ def loaded(scaler_type: Scaler, kind: str, folder: str, code: str, is_new: bool)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        scaler = scaler_type("cpu", init_scale=1024.0, growth_interval=2)
+        accelerator.scaler = scaler_type("cpu", init_scale=1024.0, growth_interval=2)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
         wrapper = accelerate.optimizer.AcceleratedOptimizer
-        optimizer = wrapper(adam, device_placement=False, scaler=scaler)
-        accelerator.scaler = scaler
+        optimizer = wrapper(adam, device_placement=False, scaler=accelerator.scaler)
         accelerator._models[:], accelerator._optimizers[:] = [model], [optimizer]
 
+    def weights() -> list[torch.Tensor]:
+        return [p.full_tensor().detach().clone() for p in accelerator._models[0].parameters()]
+
     def train_once() -> list[torch.Tensor]:
-        ((model,), (optimizer,)) = accelerator._models, accelerator._optimizers
+        (model,), (optimizer,) = accelerator._models, accelerator._optimizers
         optimizer.zero_grad()
         accelerator.scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
         optimizer.step()
         return weights()
-
-    def weights() -> list[torch.Tensor]:
-        return [p.full_tensor().detach().clone() for p in accelerator._models[0].parameters()]
 
     build()
     kept = train_once()
@@ -193,8 +181,8 @@ def loaded(scaler_type: Scaler, kind: str, folder: str, code: str, is_new: bool)
         return f"AssertionError: {error}"
     assert accelerator.scaler is accelerator._optimizers[0].scaler
     assert_same(weights(), kept)
-    states = (saved, accelerator.scaler.state_dict())
-    return tuple((state["scale"], state["_growth_tracker"]) for state in states)
+    now = accelerator.scaler.state_dict()
+    return tuple((state["scale"], state["_growth_tracker"]) for state in (saved, now))
 
 
 @pytest.mark.parametrize("scaler_type", [TorchScaler, ampfast.GradScaler], ids=["torch", "ours"])
@@ -203,8 +191,9 @@ def loaded(scaler_type: Scaler, kind: str, folder: str, code: str, is_new: bool)
 def test_the_scaler_is_loaded_last(
     is_new: bool, kind: str, scaler_type: Scaler, tmp_path: Path
 ) -> None:
-    broken: Any = ((1024.0, 1), (2048.0, 0)) if is_new else INITIALIZED
-    for code, expected in ((PLAIN, broken), (RECIPE, ((1024.0, 1), (1024.0, 1)))):
+    said = "AssertionError: _growth_tracker initialized before _scale"
+    broken: Any = ((1024.0, 1), (2048.0, 0)) if is_new else said
+    plain, saved = "accelerator.load_state(folder)", ((1024.0, 1), (1024.0, 1))
+    for code, expected in ((plain, broken), (RECIPE, saved)):
         folder = str(tmp_path / str(len(code)))
-        found = ranks.run(loaded, scaler_type, kind, folder, code, is_new)
-        assert found == [expected] * 2
+        assert ranks.run(loaded, scaler_type, kind, folder, code, is_new) == [expected] * 2
