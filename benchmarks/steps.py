@@ -47,8 +47,9 @@ OVER_LISTS = {
     "clip": CLIPS,
     "tracking": [path for pair in TRACKED.items() for path in reversed(pair)],
 }
-# Relative.
-NORM_TOLERANCE = 1e-6
+# Relative tolerances: of a norm, of float64 sums of the same 1e8 squares in different orders, and
+# of values that are clipped again and again, which are rounded each time.
+NORM_TOLERANCE, ORDER_OF_SUMS, DRIFT = 1e-6, 1e-12, 0.02
 
 # Parameters of small lists, of so few elements that overhead alone remains.
 HOST_PARAMETERS = (1000, 160, 10)
@@ -148,7 +149,8 @@ def time_calls(
         for name in (["torch"] if has_torch and path not in REPLACES else []) + [*names]:
             contenders[path, name] = caller(path, name, optimizers[is_fused(path)], device)
     rows = replace(subject, replaces=REPLACES).time(contenders, on)
-    assert_steady(lists, f"{case.name} {dtype_name(dtype)}")
+    drift = DRIFT if CLIP in paths else 0.0
+    assert_steady(lists, f"{case.name} {dtype_name(dtype)}", drift=drift)
     return Measured(rows, notes)
 
 
@@ -282,7 +284,7 @@ def assert_clip_parity(
     if path == DEFERRED_CLIP:
         # Left to the optimizer.
         torch._foreach_div_(ours, scaler._per_optimizer_states[id(optimizers[1])].divisor)
-    tolerance = error + 4 * torch.finfo(dtype).eps + NORM_TOLERANCE
+    tolerance = error + 4 * torch.finfo(dtype).eps + ORDER_OF_SUMS
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
 

@@ -27,6 +27,9 @@ from types import CodeType, FunctionType
 import coverage
 import pytest
 
+# Exit codes of a trial; a mutant that cannot be tried, by whatever error, counts as a survivor.
+_PASSED, _NOTICED, _NOT_TRIED = 0, 1, 2
+
 ROOT = Path(__file__).parents[1]
 EXPLANATION = "# Equivalent:"
 # Of this process alone; those of ranks and commands start others.
@@ -174,6 +177,8 @@ class Trials:
                 raise SystemExit("the tests cannot be measured")
             # Seconds of each test, infinite if it fails as it is; tests by file and line.
             self.seconds, self.runs = pickle.loads(Path(results.name).read_bytes())
+        failing = [items[i].nodeid for i, took in enumerate(self.seconds) if took == math.inf]
+        print(f"{len(items)} tests, left out as they fail: {', '.join(failing) or 'none'}")
 
     def survivors(self, mutants: Sequence[Mutant], jobs: int, most: float) -> Iterator[Mutant]:
         """Yields each mutant with which the tests of its lines pass, `most` seconds of them."""
@@ -192,7 +197,7 @@ class Trials:
                 ended, status = os.waitpid(process, os.WNOHANG)
                 if ended:
                     del running[process]
-                    if status == 0:
+                    if os.waitstatus_to_exitcode(status) in (_PASSED, _NOT_TRIED):
                         yield mutant
             time.sleep(0.01)
 
@@ -247,19 +252,19 @@ def _fails(item: pytest.Item) -> bool:
 
 
 def _forked(work: Callable[[], bool]) -> int:
-    """Starts a silent process, in a group of its own, whose status is 0 if `work` returns True."""
+    """Starts a silent process, in a group of its own, whose exit code tells what `work` returns."""
     process = os.fork()
     if process:
         return process
-    is_well = False
+    code = _NOT_TRIED
     try:
         os.setpgid(0, 0)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        is_well = work()
+        code = _PASSED if work() else _NOTICED
     finally:
-        os._exit(0 if is_well else 1)
+        os._exit(code)
 
 
 def _all_mutants(files: Sequence[str]) -> list[Mutant]:
