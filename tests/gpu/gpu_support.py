@@ -97,7 +97,19 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "capturable_sgd": lambda params: torch.optim.SGD(params, lr=0.25, fused=True),
     "capturable_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True, capturable=True),
 }
+
 LAYOUTS = ("long", "contiguous", "transposed", "channels_last", "scalar", "short", "empty")
+
+
+def refusal(kind: str, device: torch.device) -> str:
+    """What torch says if it does not have an optimizer for this device: fused Adagrad is newer."""
+    param = torch.nn.Parameter(torch.ones(1, device=device))
+    param.grad = torch.ones_like(param)
+    try:
+        MAKERS[kind]([param]).step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 class Twin:

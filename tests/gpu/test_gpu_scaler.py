@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -9,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import Twin
+from gpu_support import Twin, no_syncs, refusal
 from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient, sgd_with
 from support.models import assert_clipped, assert_norm, exact_norm, grads_in
 from support.optimizers import OPTIMIZERS
 
 import ampfast
-from ampfast import GradScaler, Sigmas
+from ampfast import GradScaler, Percentile, Sigmas, ZScore
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +28,8 @@ BAD = (math.inf, -math.inf, math.nan)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(any_backend: str, device: torch.device, kind: str, seed: int) -> None:
     """Clipping, overflows, states saved and loaded, separate and fused updates."""
+    if reason := refusal(kind, device):
+        pytest.skip(f"{kind}: torch says: {reason}")
     chance = random.Random(f"{kind} {seed}")
     # Gradients that torch's fused kernels take in one optimizer on a GPU.
     arguments: Any = {
@@ -147,3 +150,49 @@ def test_norm_and_gradients(
     eps = torch.finfo(dtype if dtype.itemsize < 4 else torch.float32).eps
     torch.testing.assert_close(by_name, norm.to(dtype), rtol=2 * eps, atol=0)
     torch.testing.assert_close(grads_in(patched), grads_in(ours), rtol=4 * eps, atol=0)
+
+
+@pytest.mark.parametrize("way", ["step", "clip", "fused"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms_by_parameter(
+    backend: str, device: torch.device, dtype: torch.dtype, way: str
+) -> None:
+    params = [
+        torch.nn.Parameter(torch.zeros_like(make_gradient("long", dtype, seed), device=device))
+        for seed in range(5)
+    ]
+    optimizer = torch.optim.SGD(params, lr=0.1, fused=way == "fused")
+    scaler = GradScaler(init_scale=4.0, track="norms", backend=backend, allow_fp16=True)
+    scaler.scale(torch.ones((), device=device))
+    for seed, param in enumerate(params):
+        param.grad = make_gradient("long", dtype, seed).to(device)
+    expected = [exact_norm([param.grad.cpu()], 4.0) for param in params]
+    if way == "clip":
+        scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    last = sorted(each.last for each in scaler.grad_norms().parameters)
+    assert last == pytest.approx(sorted(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [Percentile(50, 3), ZScore(2.0, warmup=2)], ids=str)
+def test_limits_that_follow_are_those_of_a_cpu(
+    backend: str, device: torch.device, limit: Any
+) -> None:
+    """And behind the first two clips nothing waits."""
+    clipped = []
+    for place in (device, torch.device("cpu")):
+        param = torch.nn.Parameter(torch.zeros(1000, device=place))
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+        scaler = GradScaler(
+            place.type, init_scale=8.0, backend=backend if place == device else "cpu"
+        )
+        scaler.scale(torch.ones((), device=place))
+        for step, size in enumerate((1.0, 1.25, 0.75, math.inf, 50.0, 1.0, 2.0)):
+            param.grad = torch.full_like(param, 8.0 * size)
+            with no_syncs() if step > 1 and place == device else contextlib.nullcontext():
+                scaler.clip_grad_norm_(optimizer, limit)
+                scaler.step(optimizer)
+                scaler.update()
+        clipped.append(param.detach().cpu())
+    torch.testing.assert_close(*clipped, rtol=1e-6, atol=0)
