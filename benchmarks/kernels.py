@@ -29,6 +29,9 @@ GPU_CASES = (
 GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 
 MAX_LISTS = 64
+# Lists below this are replayed from a graph: queued singly, the host would be timed, too. Above it
+# a copy in a graph is slower than a call's.
+GRAPH_BELOW_BYTES = 512 << 20
 # Gradients, both ends of a copy, and a copy to look for drift; or three lists to compare.
 MEMORY_OF_LISTS = 4
 # Most lists in turn for whole calls of the scaler, which keeps some tens of tables: more would
@@ -102,8 +105,7 @@ def measure(
         lists = [make_gradients(case, dtype, device) for _ in range(count)]
         contenders = _contenders(lists, [providers.torch_calls(scalars), *calls], paths)
         over = Subject(subject, case, dtype, count)
-        # Queued singly, the host would be timed, too.
-        found = over.time(contenders, on, graphs=True)
+        found = over.time(contenders, on, graphs=size < GRAPH_BELOW_BYTES)
         assert_steady(lists, what, scalars.found_inf)
         # With their bytes, and the bandwidth of a copy of as many, or else of the whole list.
         found = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in found]
