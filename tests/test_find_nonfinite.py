@@ -376,3 +376,29 @@ def test_a_scaler_reports_the_module_first() -> None:
     assert len(model[0]._forward_hooks) == 1
     model[2] = nn.Tanh()
     assert pickle.loads(pickle.dumps(scaler)).overflow_report().module is None
+
+
+@pytest.mark.parametrize("is_vmapped", [False, True])
+def test_under_transforms(is_vmapped: bool) -> None:
+    model = net_around(Op(lambda x: x * INF))
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.functional_call(model, params, (x,)).sum()
+
+    call: Any = torch.func.grad(loss)
+    if is_vmapped:
+        call = torch.func.vmap(call, (None, 0))
+    with ampfast.find_nonfinite(model) as finder:
+        call(params, torch.rand(4, 8))
+    fault = finder.report()
+    assert fault is not None and told(fault, module="2", inputs_finite=True)
+
+
+def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
+    """It outlives the passes, each of which wants its gradient."""
+    weight, net = nn.Parameter(torch.ones(8)), chain(Op(lambda w: w * 1))
+    with ampfast.find_nonfinite(net):
+        for _ in range(3):
+            net(weight).sum().backward()
+            assert len(weight._backward_hooks or {}) == 1

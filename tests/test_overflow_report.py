@@ -93,6 +93,14 @@ def test_a_pass_by_an_overridden_hook_is_marked() -> None:
     scaler = comparison.started(Calls, 4.0, track="overflow")
     assert kinds(report_of(scaler, sgd(parameters(INF)))) == [(0, "inf")]
 
+    class Keeps(GradScaler):
+        def _unscale_grads_(self, optimizer: Any, inverse: Any, found: Any, fp16: bool) -> Any:
+            return {found.device: found}
+
+    scaler = comparison.started(Keeps, 4.0, track="overflow")
+    with pytest.raises(RuntimeError, match="knows nothing: Keeps overrides a hook"):
+        report_of(scaler, sgd(parameters(INF)))
+
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_names_kinds_and_counts(scaler: GradScaler, fused: bool) -> None:

@@ -207,3 +207,14 @@ def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so() -> None:
             scaler.update()
         assert scaler.skip_reason(optimizer) == ("spike" if clips else None)
         assert sum("skip_above had no" in str(each.message) for each in seen) == told
+
+
+@pytest.mark.parametrize(("own", "reason"), [(4.0, None), (1.0, "spike")])
+def test_an_optimizer_with_a_scale_of_its_own(own: float, reason: str | None) -> None:
+    param = parameter_with(torch.full((4,), 16.0))
+    before = param.detach().clone()
+    optimizer, scaler = fused([param]), started(GradScaler, skip_above=2.0)
+    optimizer.grad_scale = torch.tensor(own)
+    scaler.step(optimizer)
+    assert scaler.skip_reason(optimizer) == reason
+    assert torch.equal(param, before) is (reason is not None)

@@ -192,6 +192,20 @@ def test_attributes_are_the_schedulers(kind: str) -> None:
     assert type(copied) is LateScheduler
 
 
+def test_a_method_that_is_replaced_and_restored() -> None:
+    one, scheduler = late_one("adam", "ExponentialLR")
+    calls = []
+    scheduler.step = lambda: calls.append("step")
+    scheduler.step()
+    assert calls == ["step"]
+    del scheduler.step
+    one.train(1)
+    before = scheduler.last_epoch
+    scheduler.step()
+    scheduler.flush()
+    assert (calls, scheduler.last_epoch) == (["step"], before + 1)
+
+
 def test_bad_arguments() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     with pytest.raises(TypeError, match=r"needs an ampfast\.GradScaler, got torch\.amp\."):

@@ -268,6 +268,13 @@ def test_parameters_and_groups(kind: str, second: Any, group: dict[str, Any], te
     assert text.format(step=step, sync=sync) in refusal(optimizer)
 
 
+def test_a_refusal_has_the_name_of_the_parameter() -> None:
+    bad = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    bad.grad = torch.ones_like(bad)
+    optimizer = torch.optim.Adam([("scale", torch.nn.Parameter(torch.ones(2))), ("phase", bad)])
+    assert "parameter 1 of group 0 (phase)" in refusal(optimizer)
+
+
 @pytest.mark.parametrize(
     ("kind", "key"), [("adam", "exp_avg"), ("momentum", "momentum_buffer"), ("adagrad", "sum")]
 )
