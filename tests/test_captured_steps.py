@@ -120,6 +120,12 @@ def anothers(training: Training, _: object) -> None:
     training.optimizer = Own(training.params, capturable=True)
 
 
+def counting_on_the_host(training: Training, _: object) -> None:
+    training.optimizer = torch.optim.Adagrad(training.params)
+    for param in training.params:
+        training.optimizer.state[param]["step"] = torch.ones((), device="meta")
+
+
 @pytest.mark.parametrize(
     ("kind", "iterations", "change", "text"),
     [
@@ -131,6 +137,7 @@ def anothers(training: Training, _: object) -> None:
         ("fused_sgd", 0, None, "the first step of a fused SGD with momentum"),
         ("adam", 1, one_more, FIRST.format("Adam")),
         ("sgd", 1, anothers, FIRST.format("Own")),
+        ("sgd", 1, counting_on_the_host, "a step of Adagrad, which counts steps on the host"),
     ],
 )
 def test_refused_before_anything_else(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.comparison import Scaler, TorchScaler, agree, assert_same, started
 from support.steps import side
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampfast
 from ampfast import GradScaler
@@ -172,6 +173,9 @@ def test_repr_without_a_wait_of_the_host() -> None:
         scaler = through_pickle(scaler)
     scaler.scale(torch.ones(()))
     assert repr(scaler).endswith("backend aten>")
+    with FakeTensorMode():  # a number of this tensor cannot be read
+        scaler._scale = torch.ones((), device="cuda")
+    assert repr(scaler) == "<GradScaler: scale, steps and skipped on cuda:0: see stats()>"
 
 
 def test_the_package_lists_its_public_names_alone() -> None:

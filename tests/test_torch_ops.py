@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,3 +246,13 @@ def test_a_tracker_beyond_the_interval_grows(place: str) -> None:
                 scaler._growth_tracker = torch.tensor(50, dtype=torch.int32)
             scaler.update()
         assert (scaler.get_scale(), scaler._get_growth_tracker()) == (16.0, 0)
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_an_intel_gpu_says_whether_it_has_float64(has: bool, monkeypatch: Any) -> None:
+    found = SimpleNamespace(has_fp64=has)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: found)
+    scalars.has_float64.cache_clear()
+    assert scalars.has_float64(torch.device("xpu", 0)) is has
+    scalars.has_float64.cache_clear()
+    assert not scalars.has_float64(torch.device("mps"))
