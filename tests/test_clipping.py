@@ -432,3 +432,13 @@ def test_an_infinity_of_any_kind_skips(order: float) -> None:
     optimizer, scaler = sgd_with(torch.tensor([1e30])), started(GradScaler, 1e-20)
     assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
     assert scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_autograd_sees_that_a_clip_writes(backend: str) -> None:
+    """As torch's does; its `unscale_` is not seen."""
+    optimizer = sgd_with(torch.full((4,), 8.0), torch.full((4,), 8.0, dtype=torch.float64))
+    grads = [p.grad for p in optimizer.param_groups[0]["params"]]
+    before = [grad._version for grad in grads]
+    started(GradScaler, backend=backend).clip_grad_norm_(optimizer, 0.5)
+    assert all(grad._version > old for grad, old in zip(grads, before, strict=True))
