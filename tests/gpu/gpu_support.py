@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from support.gradients import make_gradient
 from support.launchers import ReferenceLauncher
@@ -97,19 +98,17 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "capturable_sgd": lambda params: torch.optim.SGD(params, lr=0.25, fused=True),
     "capturable_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True, capturable=True),
 }
-
 LAYOUTS = ("long", "contiguous", "transposed", "channels_last", "scalar", "short", "empty")
 
 
-def refusal(kind: str, device: torch.device) -> str:
-    """What torch says if it does not have an optimizer for this device: fused Adagrad is newer."""
+def skip_without(kind: str, device: torch.device) -> None:
+    """Skips a test of an optimizer that this torch does not have for the device, in its words."""
     param = torch.nn.Parameter(torch.ones(1, device=device))
     param.grad = torch.ones_like(param)
     try:
         MAKERS[kind]([param]).step()
     except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return ""
+        pytest.skip(f"{kind}: torch says: {error}".splitlines()[0])
 
 
 class Twin:

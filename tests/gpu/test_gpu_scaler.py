@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import Twin, no_syncs, refusal
+from gpu_support import Twin, no_syncs, skip_without
 from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient, sgd_with
 from support.models import assert_clipped, assert_norm, exact_norm, grads_in
@@ -28,8 +28,7 @@ BAD = (math.inf, -math.inf, math.nan)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(any_backend: str, device: torch.device, kind: str, seed: int) -> None:
     """Clipping, overflows, states saved and loaded, separate and fused updates."""
-    if reason := refusal(kind, device):
-        pytest.skip(f"{kind}: torch says: {reason}")
+    skip_without(kind, device)
     chance = random.Random(f"{kind} {seed}")
     # Gradients that torch's fused kernels take in one optimizer on a GPU.
     arguments: Any = {
@@ -157,22 +156,19 @@ def test_norm_and_gradients(
 def test_norms_by_parameter(
     backend: str, device: torch.device, dtype: torch.dtype, way: str
 ) -> None:
-    params = [
-        torch.nn.Parameter(torch.zeros_like(make_gradient("long", dtype, seed), device=device))
-        for seed in range(5)
-    ]
+    grads = [make_gradient("long", dtype, seed) for seed in range(5)]
+    params = [torch.nn.Parameter(torch.zeros_like(grad, device=device)) for grad in grads]
     optimizer = torch.optim.SGD(params, lr=0.1, fused=way == "fused")
     scaler = GradScaler(init_scale=4.0, track="norms", backend=backend, allow_fp16=True)
     scaler.scale(torch.ones((), device=device))
-    for seed, param in enumerate(params):
-        param.grad = make_gradient("long", dtype, seed).to(device)
-    expected = [exact_norm([param.grad.cpu()], 4.0) for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(device, copy=True)
     if way == "clip":
         scaler.clip_grad_norm_(optimizer, 0.5)
     scaler.step(optimizer)
     scaler.update()
     last = sorted(each.last for each in scaler.grad_norms().parameters)
-    assert last == pytest.approx(sorted(expected), rel=1e-5)
+    assert last == pytest.approx(sorted(exact_norm([grad], 4.0) for grad in grads), rel=1e-5)
 
 
 @pytest.mark.parametrize("limit", [Percentile(50, 3), ZScore(2.0, warmup=2)], ids=str)
