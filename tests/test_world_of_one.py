@@ -1,4 +1,4 @@
-"""Scaler with a group: simulated flags of another rank, and collectives that fail."""
+"""Scaler with a group: what another rank says, and collectives that fail."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.gradients import parameter_like, parameter_with
+from support.gradients import parameter_with
 from support.launchers import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampfast
-from ampfast import GradScaler, distributed
+from ampfast import GradScaler
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or not dist.is_available() or not dist.is_gloo_available(),
@@ -32,18 +31,29 @@ KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """Values sent to other ranks; `["bad"]` as the first makes them find an overflow."""
-    sent: list[list[float]] = []
+class Pair:
+    """Group of two ranks: the other one has the same flags, or finds an overflow, or is lost."""
 
-    def all_reduce(_: distributed.Group, tensor: torch.Tensor, op: Any) -> None:
-        sent.append(tensor.reshape(-1).tolist())
-        if sent[0] == ["bad"]:
-            tensor.fill_(1.0)
+    finds = fails = False
 
-    monkeypatch.setattr(distributed.Group, "all_reduce_", all_reduce)
-    return sent
+    def __init__(self) -> None:
+        self.sent: list[list[float]] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ConnectionError("connection closed by peer")
+        for tensor in tensors:
+            self.sent.append(tensor.reshape(-1).tolist())
+            if self.finds:
+                tensor.fill_(1.0)
+        return SimpleNamespace(wait=lambda: None)
 
 
 def started(kind: type[GradScaler] = GradScaler, **arguments: Any) -> GradScaler:
@@ -54,12 +64,6 @@ def started(kind: type[GradScaler] = GradScaler, **arguments: Any) -> GradScaler
 
 def optimizer_of(kind: str, count: int = 2) -> torch.optim.Optimizer:
     return KINDS[kind]([parameter_with(torch.ones(count))])
-
-
-def distributed_optimizer(kind: str, values: torch.Tensor) -> torch.optim.Optimizer:
-    """Of a parameter whose gradient is a DTensor."""
-    mesh = init_device_mesh("cpu", (1,))
-    return KINDS[kind]([parameter_like(distribute_tensor(values, mesh, [Shard(0)]))])
 
 
 def test_the_group_is_the_given_one(world: dist.ProcessGroup) -> None:
@@ -77,19 +81,20 @@ def test_the_group_is_the_given_one(world: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("says", ["good", "bad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_on_another_rank_decides(
-    kind: str, says: str, unscales: bool, together: bool, world: Any, heard: list[Any]
+    kind: str, says: str, unscales: bool, together: bool
 ) -> None:
-    scaler, optimizer = started(process_group=world), optimizer_of(kind)
-    heard.append([says])
+    pair, optimizer = Pair(), optimizer_of(kind)
+    scaler = started(process_group=pair)
+    pair.finds = says == "bad"
     if unscales:
         scaler.unscale_(optimizer)
-        assert heard[1:] == [[0.0]]
+        assert pair.sent == [[0.0]]
     if together:
         scaler.step_and_update(optimizer)
     else:
         scaler.step(optimizer)
         scaler.update()
-    assert heard[1:] == [[0.0]]
+    assert pair.sent == [[0.0]]
     assert scaler.step_skipped(optimizer) is (says == "bad")
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
     assert scaler.stats().steps == 1
@@ -97,10 +102,10 @@ def test_an_overflow_on_another_rank_decides(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_does_not_ride_before_the_ranks_agree(
-    kind: str, world: dist.ProcessGroup, heard: list[Any], launcher: ReferenceLauncher
+    kind: str, launcher: ReferenceLauncher
 ) -> None:
-    scaler, optimizer = started(process_group=world), optimizer_of(kind)
-    heard.append(["bad"])
+    pair, optimizer = Pair(), optimizer_of(kind)
+    scaler, pair.finds = started(process_group=pair), True
     scaler.step_and_update(optimizer)
     assert launcher.launches == ["check" if kind == "fused" else "unscale", "update"]
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
@@ -116,34 +121,18 @@ class Own(GradScaler):
     [(Own, "plain", 0.0), *((GradScaler, kind, -1.0) for kind in KINDS)],
 )
 def test_a_rank_without_gradients_takes_the_others_flag(
-    make: type[GradScaler], kind: str, sends: float, world: Any, heard: list[Any]
+    make: type[GradScaler], kind: str, sends: float
 ) -> None:
     """Or with an override that unscales them itself."""
-    scaler, optimizer = started(make, process_group=world), optimizer_of(kind)
+    pair, optimizer = Pair(), optimizer_of(kind)
+    scaler, pair.finds = started(make, process_group=pair), True
     if make is GradScaler:
         optimizer.zero_grad()
-    heard.append(["bad"])
     scaler.unscale_(optimizer)
-    assert heard[1:] == [[sends]]
+    assert pair.sent == [[sends]]
     scaler.step(optimizer)
     scaler.update()
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_group_distributed_gradients_alone_are_agreed_on(
-    kind: str, heard: list[Any]
-) -> None:
-    scaler = started()
-    scaler.step_and_update(optimizer_of(kind))
-    assert heard == [] and scaler.get_scale() == 16.0
-    for says, scale in (("good", 16.0), ("bad", 4.0)):
-        scaler = started()
-        heard[:] = [[says]]
-        scaler.step_and_update(distributed_optimizer(kind, torch.ones(2)))
-        assert heard[1:] == [[0.0]]
-        assert scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize("is_left", [True, False])
@@ -205,25 +194,6 @@ READING: dict[str, tuple[str, Call]] = {
 }
 
 
-class Failing:
-    """Group of two equal ranks whose next collective may fail, and which counts the others."""
-
-    fails, collectives = False, 0
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
-        if self.fails:
-            self.fails = False
-            raise ConnectionError("connection closed by peer")
-        self.collectives += 1
-        return SimpleNamespace(wait=lambda: None)
-
-
 class Overriding(GradScaler):
     """Subclass whose hook calls the original."""
 
@@ -243,7 +213,7 @@ def fail(scaler: GradScaler, call: Callable[..., Any], *arguments: Any) -> None:
 def failed(call: Call, kind: str, make: type[GradScaler] = GradScaler) -> tuple[Any, Any, Any]:
     """Scaler, optimizer and parameter after a call whose collective failed."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
-    scaler: Any = make("cpu", init_scale=SCALE, process_group=Failing())
+    scaler: Any = make("cpu", init_scale=SCALE, process_group=Pair())
     scaler.scale(torch.ones(()))
     optimizer = SGD[kind]([param])
     fail(scaler, call, scaler, optimizer)
@@ -274,7 +244,7 @@ def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: A
 
 
 @pytest.mark.parametrize("path", DIVIDING)
-def test_the_update_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_agrees_again(path: str) -> None:
     kind, call = DIVIDING[path]
     scaler, _, param = failed(call, kind)
     fail(scaler, scaler.update)
@@ -284,11 +254,10 @@ def test_the_update_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert_equal(param, 1.0)
     # The other ranks, whose collective was the same, wait for it.
     scaler, _, _ = failed(call, kind)
-    agreed = []
-    all_reduce_ = lambda _, tensor, op: agreed.append(tensor.fill_(1.0))  # noqa: E731
-    monkeypatch.setattr(distributed.Group, "all_reduce_", all_reduce_)
+    pair: Any = scaler.process_group
+    pair.finds = True
     scaler.update(32.0)
-    assert len(agreed) == 1
+    assert len(pair.sent) == 1
     assert (scaler.stats().skipped, scaler.get_scale()) == (1, 32.0)
 
 
