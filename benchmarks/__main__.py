@@ -29,7 +29,6 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "aten": steps.aten_jobs,
     "clip": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "clip")),
     "training": training.jobs,
-    "growth": steps.growth_jobs,
     "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
     "steps": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "steps")),
     "tracking": steps.tracking_jobs,

@@ -91,8 +91,8 @@ def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Result
 def _main_rows(results: Results) -> list[Row]:
     """Rows of bfloat16 nets and of float32 gradients."""
     nets = ("loops", "training")
-    dtypes = {name: "bfloat16" if name in nets else "float32" for name in tables.SUBJECTS}
-    return [row for row in results.rows if row.dtype == dtypes[row.subject]]
+    dtypes = dict.fromkeys(nets, "bfloat16")
+    return [row for row in results.rows if row.dtype == dtypes.get(row.subject, "float32")]
 
 
 def _time(row: Row | None) -> str:
@@ -107,14 +107,10 @@ def full_block(results: Results) -> str:
     names = {"kernels": "throughput"}
     parts = [_heading(results, f"../{RESULTS}/")]
     drawn = pictures.draw(results)
-    shown = set()
     for table in tables.of(results):
         name = names.get(table.subject, table.subject)
-        if name not in shown:
-            image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
-            parts += [f"### {table.title}", table.how, *image]
-        shown.add(name)
-        parts.append(table.markdown())
+        image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
+        parts += [f"### {table.title}", table.how, *image, table.markdown()]
     return "\n\n".join(parts)
 
 
@@ -143,7 +139,8 @@ def write_pages(folder: Path, file: Path) -> None:
     earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
     figures = pictures.draw(results)
     (folder / RESULTS).mkdir(parents=True, exist_ok=True)
-    results.write(folder / RESULTS / file_name(results))
+    # As it was measured, with rows that only earlier versions measure.
+    write_whole(folder / RESULTS / file_name(results), file.read_text(encoding="utf-8"))
     pictures.write(figures, folder / PICTURES, png=False)
     for page, block in PAGES.items():
         write_block(folder / page, block(results))

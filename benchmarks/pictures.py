@@ -94,7 +94,6 @@ def draw(results: Results) -> dict[str, Figure]:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(STYLE):
         made = {name: _bars(chart, results) for name, chart in CHARTS.items()}
-        made["growth"] = _growth(results)
     return {name: figure for name, figure in made.items() if figure}
 
 
@@ -116,29 +115,6 @@ def write(figures: dict[str, Figure], folder: Path, png: bool = True) -> None:
         write_whole(folder / f"{name}.svg", svg(figure))
         if png:
             figure.savefig(folder / f"{name}.png", dpi=144)
-
-
-def _growth(results: Results) -> Figure | None:
-    rows = [row for row in results.rows if row.subject == "growth" and row.ms]
-    calls = list(dict.fromkeys(row.call for row in rows))
-    if not calls:
-        return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    figure.suptitle("Time of unscale_ and update as gradients grow", x=0.01, ha="left")
-    for axes, call in zip(figure.subplots(1, len(calls), squeeze=False)[0], calls, strict=True):
-        here = [row for row in rows if row.call == call]
-        for side, colour in _colours([row.side for row in here]).items():
-            found = [row for row in here if row.side == side]
-            sizes = [row.elements if row.tensors == 1 else row.tensors for row in found]
-            least, middle, most = zip(*(row.ms for row in found), strict=True)
-            axes.plot(sizes, middle, color=colour, label=side, marker="o", ms=3)
-            axes.vlines(sizes, least, most, color=colour)
-        axes.set(xscale="log", yscale="log", xlabel=call.removeprefix("by "), ylabel="milliseconds")
-        axes.legend(frameon=False)
-        axes.grid(alpha=0.3)
-    return figure
 
 
 def _colours(series: Sequence[str]) -> dict[str, str]:

@@ -52,7 +52,6 @@ class Row:
     copy_gb_s: float | None = None  # of a copy of as many bytes
     tensors: int | None = None
     elements: int | None = None
-    ns_each: float | None = None  # nanoseconds per additional tensor or element
 
     @property
     def name(self) -> tuple[str, ...]:

@@ -6,10 +6,9 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -29,7 +28,6 @@ from .kernels import (
 )
 from .machine import require_memory
 from .providers import exact_norm
-from .results import Row
 from .timing import Contenders, Job, Measured, Setting, Subject, assert_same
 
 UNSCALE = "unscale_ + update"
@@ -287,63 +285,3 @@ def assert_clip_parity(
     tolerance = error + 4 * torch.finfo(dtype).eps + ORDER_OF_SUMS
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
-
-
-# Growth: lists of ever more tensors, and one tensor of ever more elements.
-SIZES = {
-    "tensors": (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000),
-    "elements": tuple(10**power for power in range(3, 10)),
-}
-ELEMENTS_EACH = 100
-# A point of a curve takes only a fraction of a comparison's time.
-PART_OF_COMPARISON = 1 / 3
-
-
-@dataclass
-class Curve:
-    """Cost as a function of one number, with the other fixed."""
-
-    unit: str
-    linear_from: int
-    points: dict[str, dict[int, float]] = field(default_factory=dict)
-
-    def measure(self, size: int, on: Setting) -> Measured:
-        """Times `unscale_` and `update` of a point and adds it to the curve."""
-        tensors, elements = (size, ELEMENTS_EACH) if self.unit == "tensors" else (1, size)
-        case = GradCase(f"{tensors}x{elements}", tensors * ((elements,),))
-        subject = Subject("growth", case, torch.float32)
-        measured = time_calls(subject, (UNSCALE,), on.lasting(PART_OF_COMPARISON))
-        about = {"call": f"by {self.unit}", "tensors": tensors, "elements": case.elements}
-        for row in measured.rows:
-            self.points.setdefault(row.side, {})[size] = row.ms.p50
-        return replace(measured, rows=[replace(row, **about) for row in measured.rows])
-
-    def slope(self) -> Measured:
-        """A row for each side with the cost of one more, from at least two points.
-
-        Least squares of relative distances: by absolute ones the largest point would decide alone.
-        """
-        measured = Measured()
-        for side, points in self.points.items():
-            line = {size: 1e6 * ms for size, ms in points.items() if size >= self.linear_from}
-            if len(line) < 2:
-                measured.notes.append(f"growth: too few {self.unit} for a slope of {side}")
-                continue
-            ns = numpy.array(list(line.values()))
-            each = float(numpy.polyfit(list(line), ns, 1, w=1 / ns)[0])
-            theirs = next((row.ns_each for row in measured.rows if row.side == "torch"), None)
-            name = ("growth", f"{min(line):,} to {max(line):,} {self.unit}", "float32")
-            row = Row(*name, f"by {self.unit}, slope", side, ns_each=each)
-            measured.rows.append(replace(row, vs_torch=theirs and theirs / each))
-        return measured
-
-
-def growth_jobs(on: Setting) -> list[Job]:
-    """One job for each point, and one for each curve's slope."""
-    jobs, step = [], 2 if on.effort.quick else 1
-    for curve in (Curve("tensors", 10_000), Curve("elements", 10**7)):
-        for size in SIZES[curve.unit][::step]:
-            point = functools.partial(curve.measure, size, on)
-            jobs.append(Job(f"{size:,} {curve.unit}", point))
-        jobs.append(Job(f"slope by {curve.unit}", curve.slope))
-    return jobs

@@ -17,7 +17,7 @@ OTHERS = (NO_SCALER, LOOP, "torch")
 TIE = 0.05
 # Columns that fit the width of a page.
 MOST_COLUMNS = 6
-FASTER, SLOWER, SAME, UNKNOWN = "faster", "slower", "within spread", "no spread"
+FASTER, SLOWER, SAME = "faster", "slower", "within spread"
 
 # Title and method of each subject, in the order of a run.
 SUBJECTS = {
@@ -44,11 +44,6 @@ SUBJECTS = {
         "Training steps of whole nets",
         "Forward, backward, clipping where named, and the optimizer's step. Over none is relative "
         "to the same step without a scaler, round by round.",
-    ),
-    "growth": (
-        "Growth of unscale_ and update",
-        "Lists of ever more tensors of one size, and one tensor of ever more elements. ns each is "
-        "the slope of a line through the larger points: the time of one more tensor or element.",
     ),
     "kernels": (
         "Kernels over gradient lists",
@@ -148,15 +143,9 @@ def line(row: Row) -> str:
 
 
 def of(results: Results) -> list[Table]:
-    """A table for each subject with rows; slopes, which have no time of their own, are apart."""
-    made = []
-    for subject in SUBJECTS:
-        rows = [row for row in results.rows if row.subject == subject]
-        for is_slope in (False, True):
-            part = [row for row in rows if (row.ns_each is not None) == is_slope]
-            if part:
-                made.append(of_subject(subject, part))
-    return made
+    """A table for each subject with rows."""
+    by_subject = {each: [row for row in results.rows if row.subject == each] for each in SUBJECTS}
+    return [of_subject(subject, rows) for subject, rows in by_subject.items() if rows]
 
 
 def of_subject(subject: str, rows: Sequence[Row]) -> Table:
@@ -176,7 +165,7 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
                 none, theirs = (at.get((*place, row.replaces, s)) for s in (NO_SCALER, "torch"))
             names.append(_names(row or theirs or none, several_dtypes, len(ours) > 1))
             lines.append((none, loop, theirs, row))
-    unit = "us" if rows[0].host_us and not rows[0].ms else "ns each" if rows[0].ns_each else "ms"
+    unit = "ms" if rows[0].ms else "us"
     columns = [
         (f"{side}, {unit}", [number(row and times_of(row).get(unit)) for row in each])
         for side, each in zip((*OTHERS, "ampfast"), zip(*lines, strict=True), strict=True)
@@ -198,10 +187,10 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
     return Table(subject, title, how, header, [(*name, *line) for name, *line in cells], 2)
 
 
-def times_of(row: Row) -> dict[str, float | None]:
+def times_of(row: Row) -> dict[str, float]:
     """Medians of a row by their units."""
-    found = {"ms": row.ms and row.ms.p50, "us": row.host_us and row.host_us.p50}
-    return {key: value for key, value in ({**found, "ns each": row.ns_each}).items() if value}
+    found = {"ms": row.ms, "us": row.host_us}
+    return {unit: spread.p50 for unit, spread in found.items() if spread}
 
 
 def _names(row: Row, with_dtype: bool, with_side: bool) -> tuple[str, str]:
@@ -216,7 +205,8 @@ def _names(row: Row, with_dtype: bool, with_side: bool) -> tuple[str, str]:
 
 def score(results: Results) -> str:
     """Sentence on how many measurements are won, tied and lost against torch."""
-    ratios = [r.vs_torch for r in results.rows if r.vs_torch and r.side not in OTHERS]
+    rows = [row for row in results.rows if row.subject in SUBJECTS and row.side not in OTHERS]
+    ratios = [row.vs_torch for row in rows if row.vs_torch]
     if not ratios:
         return f"Against torch: {NOT_MEASURED}."
     won, lost = sum(ratio > 1 + TIE for ratio in ratios), sum(ratio < 1 - TIE for ratio in ratios)
@@ -273,8 +263,6 @@ def changes(first: Results, second: Results) -> Iterator[tuple[Row, str, float, 
             if a and b:
                 verdict = FASTER if b.p80 < a.p20 else SLOWER if b.p20 > a.p80 else SAME
                 yield after, measure, a.p50, b.p50, verdict
-        if before.ns_each and after.ns_each and before.ns_each != after.ns_each:
-            yield after, "ns_each", before.ns_each, after.ns_each, UNKNOWN
 
 
 def comparison(first: Results, second: Results, everything: bool = False) -> Iterator[str]:

@@ -14,7 +14,7 @@ from benchmarks import kernels, loops, master_weights, nets, steps, timing, trai
 from benchmarks.cases import CASES
 from benchmarks.loops import FEATURES, GROUP, SCHEDULED, WITHOUT_SCHEDULE, Kind, Loop
 from benchmarks.master_weights import CLIPPED_MASTERS, MASTERS
-from benchmarks.steps import CLIP, DEFERRED_CLIP, FUSED_STEP, PATHS, STEP, TRACKED, Curve
+from benchmarks.steps import CLIP, DEFERRED_CLIP, FUSED_STEP, PATHS, STEP, TRACKED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OURS = ampfast.backends.default_for(CPU)
@@ -47,7 +47,6 @@ MEASURED = {
         lambda on: steps.measure("tracking", SMALL, F32, on),
         [each for path, plain in TRACKED.items() for each in (plain, path)],
     ),
-    "growth": (lambda on: Curve("tensors", 0).measure(20, on), 2 * ["by tensors"]),
     "clip": (lambda on: steps.measure("clip", SMALL, F32, on), 2 * [CLIP] + [DEFERRED_CLIP]),
 }
 
@@ -68,8 +67,8 @@ def test_calls_are_timed_beside_those_that_they_replace(what, on):
             # Microseconds of a call that takes some.
             assert 1 < row.host_us.p50 < 1e5
             assert row.side in ("torch", "ampfast, aten" if what == "aten" else "ampfast")
-    is_cold = on is AS_ON_GPU and not is_host and what != "growth"
-    name = "20x100" if what == "growth" else "10x4" if is_host else "small"
+    is_cold = on is AS_ON_GPU and not is_host
+    name = "10x4" if is_host else "small"
     assert {row.case for row in rows} == {f"{name}, cold" if is_cold else name}
 
 
@@ -124,7 +123,6 @@ COMPARED = MEASURED | {
         ("steps", "unscale_", infinite_to_1, "full step by cpu, small float32, with an inf"),
         ("steps", "update", counts_twice, "full step by cpu, small float32, without an inf"),
         ("host", "unscale_", adds, "full step by cpu, 10x4 float32, without an infinity"),
-        ("growth", "update", counts_twice, r"unscale_ \+ update by cpu, 20x100"),
         ("aten", "update", counts_twice, "full step by aten, 10x4"),
         ("tracking", "update", counts_twice, r"unscale_ \+ update by cpu, small float32"),
         ("tracking", "overflow_report", lambda *a: ampfast.tracking.OverflowReport.of([]), "marks"),
@@ -153,26 +151,6 @@ def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, what, name, spoil, tol
     monkeypatch.setattr(timing, "interleave", lambda *a, **k: pytest.fail("was timed"))
     with pytest.raises(AssertionError, match=told):
         COMPARED[what][0](ON_CPU)
-
-
-# A line from 100 on; with absolute distances the last two points alone decide.
-LINE = {10: 1e9, **{size: 5_000 + 40 * size for size in (100, 1_000, 10_000)}}
-BENT = {1: 1.0, 1_000: 1e3, 1_000_000: 1e6, 2_000_000: 3e6}
-
-
-@pytest.mark.parametrize(
-    ("linear_from", "ns", "least", "most"), [(100, LINE, 39.99, 40.01), (1, BENT, 1.0, 1.3)]
-)
-def test_slopes_are_of_relative_distances_where_the_line_is_one(linear_from, ns, least, most):
-    curve = Curve("tensors", linear_from)
-    curve.points["torch"] = {size: 20 * each / 1e6 for size, each in ns.items()}
-    curve.points["ampfast"] = {size: each / 1e6 for size, each in ns.items()}
-    theirs, ours = curve.slope().rows
-    assert least < ours.ns_each < most
-    assert (theirs.vs_torch, ours.vs_torch) == (None, pytest.approx(20))
-    assert ours.case == f"{linear_from:,} to {max(ns):,} tensors"
-    curve.points = {"ampfast": {linear_from: 1.0}}
-    assert curve.slope().notes == ["growth: too few tensors for a slope of ampfast"]
 
 
 @pytest.mark.parametrize("call", KINDS)
