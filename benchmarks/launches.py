@@ -1,15 +1,13 @@
-"""Host time and Python frames of the GPU path without a GPU: launchers over an idle driver.
+"""Host time of the GPU path without a GPU: launchers over an idle driver.
 
-`python -m benchmarks.launches triton` prints rows of docs/benchmarks_full.md; each
-needs a process of its own. `frames` prints Python's frames of a step on each kind of kernels.
+`python -m benchmarks.launches triton` prints rows of docs/benchmarks_full.md; each needs a process
+of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +20,6 @@ import torch
 from ampfast import _C, GradScaler, backends
 from ampfast.backends.gpu import DeviceKernels
 
-from .loops import group_of_one
 from .steps import optimizer_over
 
 ROOT = Path(__file__).parents[1]
@@ -35,31 +32,22 @@ PROGRAMS = 8 * 132
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Prints a Markdown table of microseconds."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches")
-    parser.add_argument("kernels", choices=(*PREPARE, "torch", "frames", "count"))
-    parser.add_argument("kind", nargs="?", choices=("cpu", *PREPARE), help="for `count`")
+    parser.add_argument("kernels", choices=(*PREPARE, "torch"))
     parser.add_argument("--rounds", type=int, default=40, help="of which the fastest counts")
     parser.add_argument("--calls", type=int, default=200, help="in a round")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.kernels == "frames":
-        print(frames_table())
-    elif options.kernels == "count":
-        print(json.dumps(count_frames(options.kind)))
-    else:
-        print_times(options.kernels, options.rounds, options.calls)
-
-
-def print_times(kernels: str, rounds: int, calls: int) -> None:
-    """Prints a Markdown table of microseconds."""
     kind: type[torch.amp.GradScaler] = torch.amp.GradScaler
     name = f"torch {torch.__version__} on the CPU, its work included"
-    if kernels != "torch":
-        kind, name = GradScaler, give_kernels(kernels)
+    if options.kernels != "torch":
+        kind, name = GradScaler, give_kernels(options.kernels)
     print("Over a driver that does nothing: host time only, in microseconds, minima.\n")
     print(f"| kernels | calls | {' | '.join(f'{each:,} parameters' for each in PARAMETERS)} |")
     print(f"| --- | --- |{' --: |' * len(PARAMETERS)}")
     for path in CALLS:
+        rounds, calls = options.rounds, options.calls
         times = [best(call_of(path, kind, count), rounds, calls) for count in PARAMETERS]
         print(f"| {name} | {path} | {' | '.join(f'{us:.1f}' for us in times)} |")
 
@@ -140,72 +128,6 @@ def best(call: Callable[[], object], rounds: int, calls: int) -> float:
             call()
         found.append(time.perf_counter_ns() - start)
     return min(found) / calls / 1e3
-
-
-# Optimizer of each row of frames, what is called and with which arguments of the scaler.
-FRAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "plain `step` + `update`": ("plain", "both", {}),
-    "fused `step` + `update`": ("fused", "both", {}),
-    "fused `step_and_update`": ("fused", "at once", {}),
-    "`track`, plain": ("plain", "both", {"track": "overflow"}),
-    "group of one, plain": ("plain", "both", {"process_group": None}),
-    "clip + `step` + `update`": ("plain", "clip", {}),
-}
-
-
-def count_frames(kind: str) -> dict[str, list[int]]:
-    """Python frames of each row: all but those of the optimizer and Triton, and Triton's."""
-    sys.path.append(str(ROOT / "tests"))
-    from support.steps import Loop, frames_of
-
-    if kind != "cpu":
-        give_kernels(kind)
-    found = {}
-    with group_of_one():
-        for row, (optimizer, call, arguments) in FRAMES.items():
-            group = torch.distributed.group.WORLD
-            given = {name: value or group for name, value in arguments.items()}
-            loop = Loop(GradScaler("cpu", **given), optimizer)
-
-            def step(loop: Loop = loop, call: str = call) -> None:
-                if call == "at once":
-                    loop.scaler.step_and_update(loop.optimizer)
-                    return
-                if call == "clip":
-                    loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
-                loop.scaler.step(loop.optimizer)
-                loop.scaler.update()
-
-            loop.backward()
-            step()  # what is launched first is compiled
-            loop.backward()
-            frames = frames_of(step, but=loop.optimizer.step, of_triton="Triton")
-            tritons = frames.count("Triton")
-            found[row] = [len(frames) - tritons, tritons]
-    return found
-
-
-def frames_table() -> str:
-    """Markdown table of frames by kind of kernels, each counted in a process of its own."""
-    counts = {}
-    for kind in ("cpu", *PREPARE):
-        command = [sys.executable, "-m", "benchmarks.launches", "count", kind]
-        environment = {**os.environ, "TRITON_INTERPRET": "0"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
-        )
-        counts[kind] = json.loads(done.stdout.splitlines()[-1])
-    lines = [
-        "Python frames, without the optimizer's own; behind a plus those of Triton's launcher.",
-        "",
-        f"| calls | {' | '.join(counts)} |",
-        f"| --- |{' --: |' * len(counts)}",
-    ]
-    for row in FRAMES:
-        cells = (counts[kind][row] for kind in counts)
-        shown = (f"{ours} + {tritons}" if tritons else f"{ours}" for ours, tritons in cells)
-        lines.append(f"| {row} | {' | '.join(shown)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

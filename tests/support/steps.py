@@ -204,13 +204,8 @@ class Loop:
             param.grad = torch.randn(4)
 
 
-def frames_of(
-    call: Callable[[], object], *, but: Callable[..., Any], of_triton: str | None = None
-) -> list[str]:
-    """Python functions entered by a call, without one of them, torch.distributed's, and callees.
-
-    `of_triton` takes the place of the names of Triton's.
-    """
+def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[str]:
+    """Python functions entered by a call, without one of them, torch.distributed's, and callees."""
     names: list[str] = []
     left_out: list[Any] = []
     code = getattr(but, "__func__", but).__code__
@@ -220,9 +215,7 @@ def frames_of(
             if left_out or frame.f_code is code or frame.f_code.co_filename.startswith(RANKS):
                 left_out.append(frame)
             else:
-                is_tritons = of_triton and "/triton/" in frame.f_code.co_filename
-                is_tritons = is_tritons and "/ampfast/" not in frame.f_code.co_filename
-                names.append(of_triton or "" if is_tritons else frame.f_code.co_qualname)
+                names.append(frame.f_code.co_qualname)
         elif event == "return" and left_out:
             left_out.pop()
 

@@ -32,7 +32,7 @@ class _Driver:
     def get_current_device(self) -> int:
         return 0
 
-    # As on a GPU without a Python frame, which benchmarks count.
+    # As on a GPU, without a Python frame, whose time benchmarks would count.
     get_current_stream = staticmethod({0: 0}.get)
 
     def get_active_torch_device(self) -> torch.device:
