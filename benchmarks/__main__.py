@@ -17,7 +17,7 @@ import torch
 from ampfast import backends
 from ampfast.backends.gpu import DeviceKernels
 
-from . import decisive, kernels, loops, master_weights, model, pages, steps, tables, training
+from . import decisive, kernels, loops, model, pages, steps, tables, training
 from .machine import REPOSITORY, default_device, new_results
 from .results import Results
 from .timing import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, CudaQueue, HostQueue, Job, Setting
@@ -33,7 +33,6 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "steps": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "steps")),
     "tracking": steps.tracking_jobs,
     "watched": training.watched_jobs,
-    "masters": master_weights.jobs,
     "decisive": decisive.jobs,
 }
 # Not in a run that names none.

@@ -37,7 +37,7 @@ class Row:
     case: str  # gradients or net; "cold" if so many took turns that none stayed in the cache
     dtype: str  # of the gradients, or of autocast
     call: str
-    side: str  # "torch", "ampfast" (with its backend, but for a CPU's), "no scaler" or "a loop"
+    side: str  # "torch", "ampfast" (with its backend, but for a CPU's) or "no scaler"
     ms: Spread | None = None  # device time; on a CPU the wall time of the call
     # Until the call returns, on a GPU from an empty queue; in a loop the scaler's own time.
     host_us: Spread | None = None

@@ -11,8 +11,7 @@ from .results import Results, Row
 
 NOT_MEASURED = "not measured"
 NO_SCALER = "no scaler"
-LOOP = "a loop"
-OTHERS = (NO_SCALER, LOOP, "torch")
+OTHERS = (NO_SCALER, "torch")
 # Identical contenders differ by up to 2% on a quiet machine.
 TIE = 0.05
 # Columns that fit the width of a page.
@@ -63,12 +62,6 @@ SUBJECTS = {
         "Training steps under find_nonfinite",
         "Forward, backward and the optimizer's step, without a scaler. Over none is relative to a "
         "step without find_nonfinite.",
-    ),
-    "masters": (
-        "Steps with float32 master weights",
-        "Check, unscaling, cast, clipping, rounding back and scale update, of float16 parameters "
-        "with new gradients in each step; the optimizer's own step does nothing. The column torch "
-        "is by hand with torch's foreach calls, a loop by hand with one parameter after the other.",
     ),
     "decisive": (
         "What a GPU is asked first",
@@ -156,7 +149,7 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
     # Names, rows of the others and of ampfast.
     names, lines = [], []
     for *place, call in dict.fromkeys(row.name[:4] for row in rows):
-        none, loop, theirs, *found = (at.get((*place, call, side)) for side in (*OTHERS, *ours))
+        none, theirs, *found = (at.get((*place, call, side)) for side in (*OTHERS, *ours))
         if ours and not none and not any(found):
             # A copy, which other rows are relative to.
             continue
@@ -164,13 +157,13 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
             if row and row.replaces:
                 none, theirs = (at.get((*place, row.replaces, s)) for s in (NO_SCALER, "torch"))
             names.append(_names(row or theirs or none, several_dtypes, len(ours) > 1))
-            lines.append((none, loop, theirs, row))
+            lines.append((none, theirs, row))
     unit = "ms" if rows[0].ms else "us"
     columns = [
         (f"{side}, {unit}", [number(row and times_of(row).get(unit)) for row in each])
         for side, each in zip((*OTHERS, "ampfast"), zip(*lines, strict=True), strict=True)
     ]
-    last = [line[-1] or line[0] or line[2] for line in lines]
+    last = [row or none or theirs for none, theirs, row in lines]
     columns.append(("faster", [times(row.vs_torch) for row in last]))
     if not any(row.vs_torch for row in rows):
         over = ["-" if row.over_none is None else f"{row.over_none:.3f}" for row in last]

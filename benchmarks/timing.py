@@ -15,9 +15,9 @@ from torch import Tensor
 from .cases import GradCase, dtype_name
 from .results import Row, Spread
 
-# Provider of rows without a scaler, and of torch's calls for one parameter after the other.
-WITHOUT, LOOP = "none", "loop"
-SIDES = {"torch": "torch", WITHOUT: "no scaler", LOOP: "a loop", "cpu": "ampfast"}
+# Provider of rows without a scaler.
+WITHOUT = "none"
+SIDES = {"torch": "torch", WITHOUT: "no scaler", "cpu": "ampfast"}
 MAX_ROUNDS = 400
 # By bytes of an element.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -259,7 +259,7 @@ class Subject:
         for key, seconds in samples.items():
             path, provider = key
             theirs, less = (self.replaces.get(path, path), "torch"), self.without(key)
-            is_compared = provider not in (WITHOUT, LOOP, "torch") and theirs in samples
+            is_compared = provider not in (WITHOUT, "torch") and theirs in samples
             row = Row(
                 *(self.name, case, dtype_name(self.dtype), path),
                 SIDES.get(provider, f"ampfast, {provider}"),

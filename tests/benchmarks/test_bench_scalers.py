@@ -1,4 +1,4 @@
-"""Calls of scalers, clips, master weights and training: comparison before timing, and rows."""
+"""Calls of scalers, clips and training: comparison before timing, and rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from simulated import AS_ON_GPU, CPU, ON_CPU, SMALL
 import ampfast
 from ampfast import distributed
 from ampfast.find_nonfinite import NonFiniteFinder
-from benchmarks import kernels, loops, master_weights, nets, steps, timing, training
+from benchmarks import kernels, loops, nets, steps, timing, training
 from benchmarks.cases import CASES
 from benchmarks.loops import FEATURES, GROUP, SCHEDULED, WITHOUT_SCHEDULE, Kind, Loop
-from benchmarks.master_weights import CLIPPED_MASTERS, MASTERS
 from benchmarks.steps import CLIP, DEFERRED_CLIP, FUSED_STEP, PATHS, STEP, TRACKED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -111,8 +110,6 @@ COMPARED = MEASURED | {
     "loops, fused": (lambda on: loops.measure(NET, SCHEDULED[1], on),),
     "loops, LogMax": (lambda on: loops.measure(NET, KINDS["AdamW, LogMax"], on),),
     "training": (lambda on: training.measure(SGD, Kind(clip=True), on),),
-    "masters": (lambda on: master_weights.measure(SMALL, MASTERS, on),),
-    "masters, clip": (lambda on: master_weights.measure(SMALL, CLIPPED_MASTERS, on),),
 }
 
 
@@ -140,9 +137,6 @@ COMPARED = MEASURED | {
         ("loops", "step", infinite_to_1, "step 2"),
         ("loops, LogMax", "step", moves, "parameters of perceptron 2x8.*, step 0"),
         ("training", "clip_grad_norm_", other_limit, "close"),
-        ("masters", "update", counts_twice, "scale of"),
-        ("masters", "step", infinite_to_1, "scale of"),
-        ("masters, clip", "clip_grad_norm_", other_limit, "not close"),
     ],
 )
 def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, what, name, spoil, told):
