@@ -31,7 +31,6 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "training": training.jobs,
     "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
     "steps": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "steps")),
-    "tracking": steps.tracking_jobs,
     "watched": training.watched_jobs,
     "decisive": decisive.jobs,
 }

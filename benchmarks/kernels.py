@@ -49,14 +49,12 @@ def chosen(on: Setting) -> list[tuple[GradCase, torch.dtype]]:
 
 
 def lists_jobs(
-    on: Setting,
-    of_list: Callable[[GradCase, torch.dtype, Setting], Measured],
-    lists: Sequence[tuple[GradCase, torch.dtype]] = (),
+    on: Setting, of_list: Callable[[GradCase, torch.dtype, Setting], Measured]
 ) -> list[Job]:
     """One job for each list."""
     return [
         Job(f"{c.name} {dtype_name(d)}", functools.partial(of_list, c, d, on))
-        for c, d in lists or chosen(on)
+        for c, d in chosen(on)
     ]
 
 

@@ -17,15 +17,7 @@ import ampfast
 
 from . import providers
 from .cases import GradCase, dtype_name, make_gradients
-from .kernels import (
-    MEMORY_OF_LISTS,
-    QUICK_DTYPES,
-    assert_steady,
-    chosen,
-    in_turn,
-    lists_in_turn,
-    lists_jobs,
-)
+from .kernels import MEMORY_OF_LISTS, assert_steady, in_turn, lists_in_turn
 from .machine import require_memory
 from .providers import exact_norm
 from .timing import Contenders, Job, Measured, Setting, Subject, assert_same
@@ -37,14 +29,8 @@ CLIP, DEFERRED_CLIP = CLIPS = ("clip", "clip, in_place=False")
 # Calls without a counterpart in torch are compared with those that they replace.
 REPLACES = {STEP_AND_UPDATE: STEP, FUSED_STEP_AND_UPDATE: FUSED_STEP, DEFERRED_CLIP: CLIP}
 PATHS = (STEP, STEP_AND_UPDATE, FUSED_STEP, FUSED_STEP_AND_UPDATE)
-# With a record of each parameter's overflows, beside the same without.
-TRACKED = {f"{path}, overflow": path for path in (UNSCALE, FUSED_STEP)}
 # Calls of the subjects over real lists.
-OVER_LISTS = {
-    "steps": PATHS,
-    "clip": CLIPS,
-    "tracking": [path for pair in TRACKED.items() for path in reversed(pair)],
-}
+OVER_LISTS = {"steps": PATHS, "clip": CLIPS}
 # Relative tolerances: of a norm, of float64 sums of the same 1e8 squares in different orders, and
 # of values that are clipped again and again, which are rounded each time.
 NORM_TOLERANCE, ORDER_OF_SUMS, DRIFT = 1e-6, 1e-12, 0.02
@@ -53,7 +39,6 @@ NORM_TOLERANCE, ORDER_OF_SUMS, DRIFT = 1e-6, 1e-12, 0.02
 HOST_PARAMETERS = (1000, 160, 10)
 ATEN_PARAMETERS = (10, 62, 1000)
 ELEMENTS = 4
-TRACKED_CPU_CASES = ("bert_base", "one_16m")
 # Beyond the tracker, so the scale is constant.
 NEVER = 2**31 - 1
 
@@ -108,22 +93,13 @@ def measure(name: str, case: GradCase, dtype: torch.dtype, on: Setting) -> Measu
     paths, notes = OVER_LISTS[name], []
     if dtype is torch.float16:
         # There is no reference.
-        paths = [path for path in paths if ", fused" in path]
+        paths = tuple(path for path in paths if ", fused" in path)
         notes = ["torch refuses to unscale float16 gradients, so fused steps alone are measured"]
     if not paths:
         return Measured(notes=notes)
     lists = lists_in_turn(case, dtype, on, whole_calls=True)
-    subject = Subject(name, case, dtype, lists, without=lambda k: (TRACKED.get(k[0], k[0]), k[1]))
-    measured = time_calls(subject, paths, on)
+    measured = time_calls(Subject(name, case, dtype, lists), paths, on)
     return replace(measured, notes=notes + measured.notes)
-
-
-def tracking_jobs(on: Setting) -> list[Job]:
-    """One job for each list; on a CPU for some."""
-    lists = chosen(on)
-    if on.queue is None:
-        lists = [(c, d) for c, d in lists if c.name in TRACKED_CPU_CASES and d in QUICK_DTYPES]
-    return lists_jobs(on, functools.partial(measure, "tracking"), lists)
 
 
 def time_calls(
@@ -141,7 +117,7 @@ def time_calls(
     optimizers = {
         fused: [optimizer_over(tensors, fused) for tensors in lists] for fused in (False, True)
     }
-    has_torch = subject.name != "tracking" and providers.torch_takes(dtype, device)
+    has_torch = providers.torch_takes(dtype, device)
     contenders: Contenders = {}
     for path in paths:
         for name in (["torch"] if has_torch and path not in REPLACES else []) + [*names]:
@@ -182,7 +158,7 @@ def iteration(
     path: str, name: str, device: torch.device, scale: float
 ) -> tuple[Any, Callable[[NoOptimizer], Any]]:
     """A scaler, and the calls of a path, as in a training loop."""
-    scaler = make_scaler(name, device, scale, **{"track": "overflow"} if path in TRACKED else {})
+    scaler = make_scaler(name, device, scale)
     loss, in_place = torch.ones((), device=device), path == CLIP
 
     def clip(optimizer: NoOptimizer) -> Tensor:
@@ -208,7 +184,7 @@ def iteration(
 
     if path in CLIPS:
         return scaler, clip
-    if path.startswith(UNSCALE):
+    if path == UNSCALE:
         return scaler, unscale_and_update
     return scaler, step_and_update if path in REPLACES and name != "torch" else step
 
@@ -241,7 +217,6 @@ def assert_parity(
 ) -> None:
     """Compares gradients, scale and tracker after a finite step and one with an inf and a NaN."""
     ours, theirs, oracle = _sides(case, dtype, device)
-    bad_ones = sorted({len(ours) // 2, len(ours) - 1})
     sides = []
     for provider, tensors, place in (("torch", theirs, oracle), (name, ours, device)):
         scaler, call = iteration(path, provider, place, 3.0)
@@ -249,17 +224,13 @@ def assert_parity(
     for bad in (False, True):
         for _, call, optimizer, tensors in sides:
             if bad:
-                tensors[bad_ones[-1]].view(-1)[0] = math.nan
-                tensors[bad_ones[0]].view(-1)[-1] = math.inf
+                tensors[-1].view(-1)[0] = math.nan
+                tensors[len(tensors) // 2].view(-1)[-1] = math.inf
             call(optimizer)
         expected, found = ([*tensors, *scaler_state(scaler)] for scaler, _, _, tensors in sides)
         what = f"{path} by {name}, {case.name} {dtype_name(dtype)}, "
         what += f"{'with' if bad else 'without'} an infinity"
         assert_same(found, [tensor.to(device) for tensor in expected], what)
-        if path in TRACKED:
-            marked = [each.index for each in sides[1][0].overflow_report().totals]
-            if marked != (bad_ones if bad else []):
-                raise AssertionError(f"marks of {what}: {marked}")
 
 
 def assert_clip_parity(

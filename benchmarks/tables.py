@@ -54,10 +54,6 @@ SUBJECTS = {
         "With optimizers without work, so that only the scaler is timed; a fused optimizer takes "
         "scale and flag itself.",
     ),
-    "tracking": (
-        "Cost of tracking each parameter",
-        "Over none is relative to the same without tracking.",
-    ),
     "watched": (
         "Training steps under find_nonfinite",
         "Forward, backward and the optimizer's step, without a scaler. Over none is relative to a "

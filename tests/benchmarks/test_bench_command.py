@@ -10,7 +10,7 @@ from simulated import BRIEF
 
 from ampfast import backends
 from benchmarks import __main__ as command
-from benchmarks import kernels, pages, steps
+from benchmarks import kernels, pages
 from benchmarks.results import Results, Row, Spread
 from benchmarks.timing import Job, Measured
 
@@ -115,8 +115,7 @@ def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 22)
     monkeypatch.setattr(kernels, "CPU_QUICK_CASES", ("1000x1k",))
     monkeypatch.setattr(kernels, "QUICK_DTYPES", (torch.float32,))
-    monkeypatch.setattr(steps, "TRACKED_CPU_CASES", ("1000x1k",))
-    some = "aten,clip,kernels,steps,tracking"
+    some = "aten,clip,kernels,steps"
     assert command.main(["--quick", "--only", some, "--folder", str(tmp_path)]) == 0
     results = _read(tmp_path)
     assert results.complete and results.asked["quick"]

@@ -13,7 +13,7 @@ from ampfast.find_nonfinite import NonFiniteFinder
 from benchmarks import kernels, loops, nets, steps, timing, training
 from benchmarks.cases import CASES
 from benchmarks.loops import FEATURES, GROUP, SCHEDULED, WITHOUT_SCHEDULE, Kind, Loop
-from benchmarks.steps import CLIP, DEFERRED_CLIP, FUSED_STEP, PATHS, STEP, TRACKED
+from benchmarks.steps import CLIP, DEFERRED_CLIP, FUSED_STEP, PATHS, STEP
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OURS = ampfast.backends.default_for(CPU)
@@ -42,10 +42,6 @@ MEASURED = {
     "steps, 16 bit": (lambda on: steps.measure("steps", SMALL, F16, on), [FUSED[0], *FUSED]),
     "host": (small("host", 10, PATHS[:2]), [STEP, *PATHS[:2]]),
     "aten": (small("aten", 10, (STEP, FUSED_STEP), ["aten"]), 2 * [STEP] + 2 * [FUSED_STEP]),
-    "tracking": (
-        lambda on: steps.measure("tracking", SMALL, F32, on),
-        [each for path, plain in TRACKED.items() for each in (plain, path)],
-    ),
     "clip": (lambda on: steps.measure("clip", SMALL, F32, on), 2 * [CLIP] + [DEFERRED_CLIP]),
 }
 
@@ -59,8 +55,7 @@ def test_calls_are_timed_beside_those_that_they_replace(what, on):
     is_host = what in ("host", "aten")
     for row in rows:
         assert row.subject == what.partition(",")[0]
-        assert (row.vs_torch is None) is (row.side == "torch" or what == "tracking")
-        assert (row.over_none is None) is (row.call not in TRACKED)
+        assert (row.vs_torch is None) is (row.side == "torch") and row.over_none is None
         assert (row.ms is None) is (row.timer is None) is (row.host_us is not None) is is_host
         if is_host:
             # Microseconds of a call that takes some.
@@ -121,8 +116,6 @@ COMPARED = MEASURED | {
         ("steps", "update", counts_twice, "full step by cpu, small float32, without an inf"),
         ("host", "unscale_", adds, "full step by cpu, 10x4 float32, without an infinity"),
         ("aten", "update", counts_twice, "full step by aten, 10x4"),
-        ("tracking", "update", counts_twice, r"unscale_ \+ update by cpu, small float32"),
-        ("tracking", "overflow_report", lambda *a: ampfast.tracking.OverflowReport.of([]), "marks"),
         ("clip", "clip_grad_norm_", more_norm, "the norm is"),
         ("clip", "clip_grad_norm_", other_limit, "not close"),
         *(
