@@ -23,13 +23,8 @@ PAGE = "docs/kernels.md"
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
 BYTES_PER_SECOND = 4.3e12
 # Of a launch, until the first gradient is read and after the last: estimated from the machine code,
-# not measured. A program of torch's op takes its part of the list from the launch's arguments, and
-# nobody waits for the last one.
+# not measured.
 FIXED_SECONDS = 3.2e-6
-TORCH_FIXED_SECONDS = 2.5e-6
-# Tensors and blocks of a launch of torch's op, and elements of a block.
-TORCH_LAUNCHES = {"torch 2.11": (110, 320), "torch 2.12, CUDA 13": (770, 2240)}
-TORCH_BLOCK = 1 << 16
 PASSES = {
     CHECK: Pass(False, Factor.NONE),
     UNSCALE: Pass(True, Factor.TIMES_RECIPROCAL, torch.ones(())),
@@ -74,31 +69,6 @@ def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
     return counted
 
 
-def torch_launches(case: GradCase, tensors: int, blocks: int) -> int:
-    """Launches of torch's op over a list, of at most so many tensors and blocks each."""
-    launches, of_launch, blocks_left = 0, 0, blocks
-    for shape in case.shapes:
-        left = -(-torch.Size(shape).numel() // TORCH_BLOCK)
-        of_launch += 1
-        while left >= blocks_left:
-            # What is left of a tensor begins the next launch.
-            left -= blocks_left
-            launches, of_launch, blocks_left = launches + 1, int(left > 0), blocks
-        blocks_left -= left
-        if of_launch == tensors:
-            launches, of_launch, blocks_left = launches + 1, 0, blocks
-    return launches + (of_launch > 0)
-
-
-def _torch(case: GradCase, dtype: torch.dtype, tensors: int, blocks: int) -> str:
-    """Launches and time of torch's op, which always writes; up to 2.15 it lacks bfloat16."""
-    if dtype is torch.bfloat16:
-        return "none"
-    launches = torch_launches(case, tensors, blocks)
-    moved = 2 * case.list_bytes(dtype) / BYTES_PER_SECOND
-    return f"{launches:,}: {(launches * TORCH_FIXED_SECONDS + moved) * 1e6:,.1f} us"
-
-
 def block(results: Sequence[Results]) -> str:
     """Tables of the model, with the measurements of the newest results from a GPU, if any."""
     of_gpus = [each for each in results if each.machine.get("gpu")]
@@ -110,28 +80,28 @@ def block(results: Sequence[Results]) -> str:
         place = (f"{name}, {dtype_name(dtype)}", call)
         moved = f"{counted.bytes / 1e6:,.1f} MB", f"{counted.table_bytes / 1e3:,.1f} kB"
         counts.append((*place, f"{len(case.shapes):,}", f"{counted.launches}", *moved))
-        torchs = (_torch(case, dtype, *most) for most in TORCH_LAUNCHES.values())
         expected = f"{counted.seconds * 1e6:,.1f} us"
-        times.append((*place, expected, *torchs, _measured(newest, name, dtype, call)))
+        times.append((*place, expected, *_measured(newest, name, dtype, call)))
     header = ("list", "pass", "tensors", "launches", "bytes", "table")
-    names = ("list", "pass", "expected", *TORCH_LAUNCHES, "measured")
     parts = [
         "What a pass of ampfast takes, counted:",
-        tables.Table("", "", "", header, counts, 2).markdown(),
-        "What it should take, beside torch's (launches: expected time), and what was measured:",
-        tables.Table("", "", "", names, times, 2).markdown(),
+        tables.markdown(header, counts, 2),
+        "What it should take, and what was measured, of the faster backend and of torch's op:",
+        tables.markdown(("list", "pass", "expected", "measured", "torch, measured"), times, 2),
     ]
     if newest is not None:
         parts.append(f"Measured on {newest.place} with {newest.versions}, {newest.date[:10]}.")
     return "\n\n".join(parts)
 
 
-def _measured(results: Results | None, name: str, dtype: torch.dtype, call: str) -> str:
-    """The faster backend's median."""
+def _measured(results: Results | None, name: str, dtype: torch.dtype, call: str) -> tuple[str, str]:
+    """Medians of the faster backend and of torch's op, which up to 2.15 lacks bfloat16."""
     wanted = {(SUBJECT, case, dtype_name(dtype), call) for case in (name, f"{name}, cold")}
-    rows = results.rows if results else []
-    rows = [row for row in rows if row.name[:4] in wanted and row.side not in tables.OTHERS]
-    if not rows:
-        return tables.NOT_MEASURED
-    row = min(rows, key=lambda row: row.ms.p50)
-    return f"{tables.number(1e3 * row.ms.p50)} us, {row.side.removeprefix('ampfast, ')}"
+    rows = [row for row in (results.rows if results else []) if row.name[:4] in wanted]
+    ours = [row for row in rows if row.side not in tables.OTHERS]
+    if not ours:
+        return tables.NOT_MEASURED, tables.NOT_MEASURED
+    row = min(ours, key=lambda row: row.ms.p50)
+    theirs = [f"{tables.number(1e3 * row.ms.p50)} us" for row in rows if row.side == "torch"]
+    told = f"{tables.number(1e3 * row.ms.p50)} us, {row.side.removeprefix('ampfast, ')}"
+    return told, *(theirs or ["-"])

@@ -85,7 +85,7 @@ def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Result
         cells = (_time(none) if none else "-", _time(theirs), _time(ours))
         lines.append((told, *cells, tables.times(ours and ours.vs_torch)))
     header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
-    return tables.Table("", "", "", header, lines, 1).markdown()
+    return tables.markdown(header, lines, 1)
 
 
 def _main_rows(results: Results) -> list[Row]:

@@ -79,8 +79,7 @@ class Table:
     names: int
 
     def markdown(self) -> str:
-        rule = ["---"] * self.names + ["--:"] * (len(self.header) - self.names)
-        return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.lines))
+        return markdown(self.header, self.lines, self.names)
 
     def text(self) -> str:
         """The table in columns, for a terminal."""
@@ -91,6 +90,12 @@ class Table:
             for index, (column, width) in enumerate(zip(columns, widths, strict=True))
         ]
         return "\n".join([f"\n{self.title}", *map("  ".join, zip(*aligned, strict=True))])
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], names: int) -> str:
+    """Table with names to the left and numbers to the right."""
+    rule = ["---"] * names + ["--:"] * (len(header) - names)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
 
 def number(value: float | None) -> str:
