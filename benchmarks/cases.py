@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .nets import Net, nets
+
 Shape = tuple[int, ...]
 
 
@@ -18,6 +20,11 @@ class GradCase:
 
     name: str
     shapes: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, net: Net) -> GradCase:
+        """Gradients of a net."""
+        return cls(net.name, net.shapes())
 
     @property
     def elements(self) -> int:
@@ -39,30 +46,6 @@ def _bert(layers: int, width: int, vocabulary: int = 30522, positions: int = 512
     return embeddings + 2 * [(width,)] + layers * (attention + mlp) + _linear(width, width)
 
 
-def _gpt2(layers: int, width: int, vocabulary: int = 50257, positions: int = 1024) -> list[Shape]:
-    """Radford et al. 2019: pre-norm layers; the output shares the embedding's weight."""
-    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    layer = 2 * [(width,)] + attention + 2 * [(width,)] + mlp
-    return [(vocabulary, width), (positions, width), *(layers * layer), (width,), (width,)]
-
-
-def _resnet50() -> list[Shape]:
-    """He et al. 2015: a stem, four stages of bottleneck blocks, one classifier of 1,000 classes."""
-    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
-    inputs = 64
-    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
-        outputs = 4 * width
-        for block in range(blocks):
-            shapes += [(width, inputs, 1, 1), (width,), (width,)]
-            shapes += [(width, width, 3, 3), (width,), (width,)]
-            shapes += [(outputs, width, 1, 1), (outputs,), (outputs,)]
-            if block == 0:
-                shapes += [(outputs, inputs, 1, 1), (outputs,), (outputs,)]
-            inputs = outputs
-    return shapes + _linear(1000, inputs)
-
-
 def _llama(layers: int, width: int, inner: int, vocabulary: int = 32000) -> list[Shape]:
     """Touvron et al. 2023: no biases, gated MLP, the output has a weight of its own."""
     layer = [*(4 * [(width, width)]), *(2 * [(inner, width)]), (width, inner), (width,), (width,)]
@@ -73,16 +56,14 @@ _SHAPES: dict[str, Any] = {
     "10x1k": 10 * [(1024,)],
     "1000x1k": 1000 * [(1024,)],
     "10000x256": 10000 * [(256,)],
-    "resnet50": _resnet50(),
     "bert_base": _bert(layers=12, width=768),
     "bert_large": _bert(layers=24, width=1024),
-    "gpt2_124m": _gpt2(layers=12, width=768),
-    "gpt2_xl": _gpt2(layers=48, width=1600),
     "llama_7b": _llama(layers=32, width=4096, inner=11008),
-    **{f"one_{mebi}m": [(mebi << 20,)] for mebi in (16, 64, 256, 512)},
+    **{f"one_{mebi}m": [(mebi << 20,)] for mebi in (16, 64, 512)},
     "one_1g": [(1 << 30,)],
 }
 CASES = {name: GradCase(name, tuple(shapes)) for name, shapes in _SHAPES.items()}
+CASES |= {net.name: GradCase.of(net) for net in nets(torch.device("cuda"))}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

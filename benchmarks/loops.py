@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 import ampfast
 from ampfast import backends
 
+from .cases import GradCase
 from .nets import Lesson, Net, conv_net, perceptron
 from .steps import make_scaler, scaler_state
 from .timing import WITHOUT, Job, Measured, Setting, Subject, assert_same
@@ -255,10 +256,10 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     for loop in sides:
         loop.step()
     skips, (theirs, own) = [loop.skips() for loop in sides], sides
-    subject = Subject("loops", net.case(), own.lesson.dtype, is_host=True)
+    subject = Subject("loops", GradCase.of(net), own.lesson.dtype, is_host=True)
     contenders = {loop.key: loop.step for loop in sides}
     rows = subject.time(contenders, on, timer=lambda step, numbers: step(0))
     _assert_same(own, theirs, f"{what}, after it was timed")
     if [loop.skips() for loop in sides] != skips:
         raise AssertionError(f"{what}: a step was skipped while timed")
-    return Measured(net.sized(rows))
+    return Measured(rows)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from .cases import GradCase
-from .results import Row
 
 
 @dataclass(frozen=True)
@@ -38,17 +35,10 @@ class Net:
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, float]
 
-    def case(self) -> GradCase:
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the gradients, without allocating any."""
         with torch.device("meta"):
-            shapes = tuple(tuple(parameter.shape) for parameter in self.build().parameters())
-        return GradCase(self.name, shapes)
-
-    def sized(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows with numbers of parameters and their elements."""
-        case = self.case()
-        sizes = {"tensors": len(case.shapes), "elements": case.elements}
-        return [replace(row, **sizes) for row in rows]
+            return tuple(tuple(parameter.shape) for parameter in self.build().parameters())
 
     def lesson(self, device: torch.device) -> Lesson:
         """Module and batch on a device, the same each time."""

@@ -188,7 +188,7 @@ def times_of(row: Row) -> dict[str, float]:
 
 
 def _names(row: Row, with_dtype: bool, with_side: bool) -> tuple[str, str]:
-    """Case of a row, with the parameters of a net; a list's name has its number of tensors."""
+    """Case of a row, with its number of tensors where its name lacks it."""
     parts = [row.case]
     if row.tensors is not None and not row.case[0].isdigit():
         parts.append(f"{row.tensors:,} parameters")

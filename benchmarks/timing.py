@@ -267,6 +267,8 @@ class Subject:
                 replaces=self.replaces.get(path),
                 vs_torch=ratio(samples, theirs, key) if is_compared else None,
                 over_none=ratio(samples, key, less) if less != key else None,
+                tensors=len(self.case.shapes),
+                elements=self.case.elements,
             )
             if self.is_host:
                 row = replace(row, host_us=Spread.of(seconds, 1e6))

@@ -13,6 +13,7 @@ import torch
 from ampfast import backends, find_nonfinite
 
 from . import providers
+from .cases import GradCase
 from .loops import SCALE, Kind, Loop, assert_parity, optimizer_over
 from .machine import require_memory
 from .nets import Lesson, Net, nets
@@ -59,7 +60,7 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     on = on.lasting(CLIP_LONGER if kind.clip else 1.0)
     rows = _time("training", net, loops, on, replaces)
     _assert_no_skip(net, loops)
-    return Measured(net.sized(rows), notes)
+    return Measured(rows, notes)
 
 
 def measure_watched(net: Net, on: Setting) -> Measured:
@@ -79,14 +80,14 @@ def measure_watched(net: Net, on: Setting) -> Measured:
 
 def _bytes_of(net: Net) -> int:
     """Parameter, gradient and two optimizer states, in float32."""
-    return 16 * net.case().elements
+    return 16 * GradCase.of(net).elements
 
 
 def _time(
     subject: str, net: Net, loops: Sequence[Loop], on: Setting, replaces: Any = None
 ) -> list[Row]:
     """Times steps relative to those of the first loop."""
-    over = Subject(subject, net.case(), loops[0].lesson.dtype, replaces=replaces or {})
+    over = Subject(subject, GradCase.of(net), loops[0].lesson.dtype, replaces=replaces or {})
     over = replace(over, without=lambda key: loops[0].key)
     steps = {loop.key: loop.step for loop in loops}
     return over.time(steps, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)
