@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,13 @@ _SHAPES: dict[str, Any] = {
     **{f"one_{mebi}m": [(mebi << 20,)] for mebi in (16, 64, 512)},
     "one_1g": [(1 << 30,)],
 }
-CASES = {name: GradCase(name, tuple(shapes)) for name, shapes in _SHAPES.items()}
-CASES |= {net.name: GradCase.of(net) for net in nets(torch.device("cuda"))}
+
+
+@functools.cache
+def case_of(name: str) -> GradCase:
+    """List of a name; of a net in its size for a GPU, whose modules take seconds to import."""
+    found = {net.name: net for net in nets(torch.device("cuda"))}
+    return GradCase.of(found[name]) if name in found else GradCase(name, tuple(_SHAPES[name]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

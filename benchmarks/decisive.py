@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from . import kernels, steps, training
-from .cases import CASES, GradCase, dtype_name
+from .cases import GradCase, case_of, dtype_name
 from .loops import Kind
 from .nets import nets, perceptron
 from .providers import CHECK, NORM, UNSCALE
@@ -43,7 +43,7 @@ def jobs(on: Setting) -> list[Job]:
 
 def _of_list(name: str, dtype: torch.dtype, on: Setting) -> Job:
     """Job of a list; to rehearse, of a small one."""
-    shapes = CASES[name].shapes
+    shapes = case_of(name).shapes
     if on.rehearses:
         shapes = tuple(tuple(min(size, 25) for size in shape) for shape in shapes[:3])
     paths = (CHECK, UNSCALE, NORM)

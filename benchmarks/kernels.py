@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import providers
-from .cases import CASES, GradCase, dtype_name, make_gradients
+from .cases import GradCase, case_of, dtype_name, make_gradients
 from .machine import cache_bytes, require_memory
 from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars
 from .timing import Contenders, Job, Measured, Setting, Subject
@@ -42,7 +42,7 @@ def chosen(on: Setting) -> list[tuple[GradCase, torch.dtype]]:
         return [(GradCase("1000x1k", 3 * ((25,),)), torch.float32)]
     full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
     names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
-    return [(CASES[name], dtype) for name in names for dtype in dtypes]
+    return [(case_of(name), dtype) for name in names for dtype in dtypes]
 
 
 def lists_jobs(

@@ -14,7 +14,7 @@ from ampfast.backends import core, gpu
 from ampfast.backends.core import Factor, Pass
 
 from . import tables
-from .cases import CASES, GradCase, dtype_name
+from .cases import GradCase, case_of, dtype_name
 from .decisive import LISTS, SUBJECT
 from .providers import CHECK, UNSCALE
 from .results import Results
@@ -76,7 +76,7 @@ def block(results: Sequence[Results]) -> str:
     newest = max(of_gpus, key=lambda each: each.date, default=None)
     counts, times = [], []
     for (name, dtype), call in itertools.product(LISTS, PASSES):
-        case, counted = CASES[name], cost(CASES[name], dtype, call)
+        case, counted = case_of(name), cost(case_of(name), dtype, call)
         place = (f"{name}, {dtype_name(dtype)}", call)
         moved = f"{counted.bytes / 1e6:,.1f} MB", f"{counted.table_bytes / 1e3:,.1f} kB"
         counts.append((*place, f"{len(case.shapes):,}", f"{counted.launches}", *moved))
