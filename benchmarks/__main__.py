@@ -38,58 +38,42 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
 ON_REQUEST = ("decisive",)
 INTERRUPTED = 130
 JSON, EARLIER = "results.json", "earlier"
+# What each does, and its arguments.
+COMMANDS = {
+    "compare": ("Shows changes beyond both spreads between two result files.", "first", "second"),
+    "report": ("Makes report.html and plots/ beside a result file.", "file"),
+    "readme": ("Writes a result file and its figures into README.md and docs/.", "file", "--write"),
+    "model": ("Writes docs/kernels.md's table of passes: bytes, launches and times.", "--write"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 1 for a file that cannot be read or written."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    name = arguments[0] if arguments else ""
-    if name not in COMMANDS:
+    if not arguments or arguments[0] not in COMMANDS:
         return bench(arguments)
-    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=COMMANDS[name])
-    if name != "model":
-        count = 2 if name == "compare" else 1
-        parser.add_argument("files", type=Path, nargs=count, metavar="FILE", help="of results")
-    if name == "compare":
-        told = "also show changes within the spreads"
-        parser.add_argument("--all", action="store_true", help=told)
-    elif name == "report":
-        parser.add_argument("--folder", type=Path, help="its place (default: the file's)")
-    else:
-        told = "write into pages, pictures and results of this repository instead"
-        parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
+    name, *rest = arguments
+    does, *takes = COMMANDS[name]
+    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=does)
+    for argument in takes:
+        told = "its root (default: this one)" if argument == "--write" else "of results"
+        parser.add_argument(argument, type=Path, default=REPOSITORY, help=told)
+    options = parser.parse_args(rest)
     try:
-        _show(name, parser.parse_args(arguments[1:]))
+        if name == "compare":
+            both = Results.read(options.first), Results.read(options.second)
+            print(*tables.comparison(*both), sep="\n")
+        elif name == "report":
+            print(pages.write_report(Results.read(options.file), options.file.parent))
+        elif name == "readme":
+            pages.write_pages(options.write, options.file)
+        else:
+            table = model.block(pages.committed(options.write))
+            pages.write_block(options.write / model.PAGE, table)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-COMMANDS = {
-    "compare": "Shows changes between two result files that are beyond both spreads.",
-    "report": "Makes the report of a result file: report.html and plots/.",
-    "readme": "Prints the figures of README.md, or writes them with those of docs/.",
-    "model": "Prints the table of docs/kernels.md: bytes, launches and times of passes.",
-}
-
-
-def _show(name: str, options: argparse.Namespace) -> None:
-    if name == "model" and options.write is None:
-        print(model.block(pages.committed(REPOSITORY)))
-    elif name == "model":
-        page, committed = options.write / model.PAGE, pages.committed(options.write)
-        pages.write_block(page, model.block(committed))
-    elif name == "compare":
-        first, second = map(Results.read, options.files)
-        print(*tables.comparison(first, second, options.all), sep="\n")
-    elif name == "report":
-        (file,) = options.files
-        print(pages.write_report(Results.read(file), options.folder or file.parent))
-    elif options.write is None:
-        print(pages.readme_block(Results.read(*options.files)))
-    else:
-        pages.write_pages(options.write, *options.files)
 
 
 def bench(arguments: Sequence[str]) -> int:

@@ -103,7 +103,9 @@ def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def calls_of(provider: str, scalars: Scalars, unscale: Any, check: Any, update: Any) -> Calls:
+def calls_of(
+    provider: str, scalars: Scalars, unscale: Any, check: Any, update: Any, norm: Any
+) -> Calls:
     """Calls of functions like torch's; the inverse is given: its scaler computes it by kernels."""
     s = scalars
 
@@ -115,6 +117,7 @@ def calls_of(provider: str, scalars: Scalars, unscale: Any, check: Any, update: 
         CHECK: lambda gradients, turn: check(gradients, s.found_inf),
         UNSCALE: lambda gradients, turn: unscale(gradients, s.found_inf, s.inverses[turn]),
         UPDATE: unscale_and_update,
+        NORM: lambda gradients, turn: norm(gradients),
     }
     return Calls(provider, lambda gradients: gradients, paths)
 
@@ -125,24 +128,21 @@ def torch_calls(scalars: Scalars) -> Calls:
     def check(gradients: Gradients, found_inf: Tensor) -> None:
         _torch_unscale_(gradients, found_inf, scalars.one)
 
-    calls = calls_of("torch", scalars, _torch_unscale_, check, torch._amp_update_scale_)
-    calls.paths[NORM] = lambda gradients, turn: torch.nn.utils.get_total_norm(gradients)
-    return calls
+    update, norm = torch._amp_update_scale_, torch.nn.utils.get_total_norm
+    return calls_of("torch", scalars, _torch_unscale_, check, update, norm)
 
 
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     """ampfast's functional calls, and a norm, which is returned as its square."""
     f, run = functional, backends.choose(name).kernels_for(device).run
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with_sums = Pass(False, Factor.TIMES, scalars.inverses[0], scalars.found_inf, sums=sums)
 
-    def norm(gradients: Gradients, turn: int) -> Tensor:
-        inverse, found_inf = scalars.inverses[turn], scalars.found_inf
-        run(listed(gradients), Pass(False, Factor.TIMES, inverse, found_inf, sums=sums))
+    def norm(gradients: Gradients) -> Tensor:
+        run(listed(gradients), with_sums)
         return sums[0]
 
-    calls = calls_of(name, scalars, f.unscale_, f.check_, f.update_scale_)
-    calls.paths[NORM] = norm
-    return calls
+    return calls_of(name, scalars, f.unscale_, f.check_, f.update_scale_, norm)
 
 
 def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:

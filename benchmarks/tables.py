@@ -259,8 +259,8 @@ def changes(first: Results, second: Results) -> Iterator[tuple[Row, str, float, 
                 yield after, measure, a.p50, b.p50, verdict
 
 
-def comparison(first: Results, second: Results, everything: bool = False) -> Iterator[str]:
-    """Environments, then changes beyond the spread, or all, and numbers of verdicts."""
+def comparison(first: Results, second: Results) -> Iterator[str]:
+    """Environments, then changes beyond the spread, and numbers of verdicts."""
     a, b = ({**x.machine, "load": 0, "torch": x.torch, "triton": x.triton} for x in (first, second))
     # Machine and torch first, as ratios across these say little about ampfast.
     keys = [key for key in a | b if a.get(key) != b.get(key)]
@@ -275,7 +275,7 @@ def comparison(first: Results, second: Results, everything: bool = False) -> Ite
     lines = [
         (*row.name, measure, number(before), number(after), number(after / before), verdict)
         for row, measure, before, after, verdict in found
-        if everything or verdict != SAME
+        if verdict != SAME
     ]
     header = (*names, "first", "second", "ratio", "verdict")
     title = "The second over the first, by medians"
