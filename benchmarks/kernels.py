@@ -36,22 +36,18 @@ MEMORY_OF_LISTS = 4
 MOST_LISTS = 8
 
 
-def chosen(on: Setting) -> list[tuple[GradCase, torch.dtype]]:
-    """Lists to measure on a device; to rehearse, a small one."""
-    if on.rehearses:
-        return [(GradCase("1000x1k", 3 * ((25,),)), torch.float32)]
-    full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
-    names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
-    return [(case_of(name), dtype) for name in names for dtype in dtypes]
-
-
 def lists_jobs(
     on: Setting, of_list: Callable[[GradCase, torch.dtype, Setting], Measured]
 ) -> list[Job]:
-    """One job for each list."""
+    """One job for each list to measure on a device; to rehearse, for a small one."""
+    full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
+    names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
+    lists = [(case_of(name), dtype) for name in names for dtype in dtypes]
+    if on.rehearses:
+        lists = [(GradCase("1000x1k", 3 * ((25,),)), torch.float32)]
     return [
-        Job(f"{c.name} {dtype_name(d)}", functools.partial(of_list, c, d, on))
-        for c, d in chosen(on)
+        Job(f"{case.name} {dtype_name(dtype)}", functools.partial(of_list, case, dtype, on))
+        for case, dtype in lists
     ]
 
 

@@ -22,7 +22,6 @@ from .results import Results
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
 DEFAULT_GPU_CACHE_BYTES = 64 << 20
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def default_device() -> torch.device:
@@ -53,8 +52,7 @@ def available_bytes(device: torch.device) -> int | None:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     free = _line("/proc/meminfo", "MemAvailable")
-    found = [left_to_group(), int(free.split()[0]) << 10 if free else None]
-    return min((size for size in found if size is not None), default=None)
+    return int(free.split()[0]) << 10 if free else None
 
 
 def _line(path: str, name: str) -> str | None:
@@ -63,17 +61,6 @@ def _line(path: str, name: str) -> str | None:
         found = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), re.MULTILINE)
         return found[1] if found else None
     return None
-
-
-def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
-    """Memory left by a container's limit in bytes; None without a limit."""
-    try:
-        most = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.M)
-    except (OSError, ValueError):
-        return None  # no such cgroup, or "max"
-    return most - used + int(cached[1] if cached else 0)
 
 
 def require_memory(needed: int, device: torch.device) -> None:

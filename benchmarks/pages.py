@@ -37,6 +37,8 @@ DOCS_ROWS = README_ROWS | {
     "check: gradients of BERT-base, float32": ("kernels", "bert_base", "check"),
     "scaler with torch's ops as the backend: 62 parameters": ("aten", "62x4", "full step"),
 }
+# Of the rows; gradients are float32.
+DTYPES = {"loops": "bfloat16", "training": "bfloat16"}
 
 
 def write_report(results: Results, folder: Path) -> Path:
@@ -76,7 +78,8 @@ def docs_block(results: Results) -> str:
 
 def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Results) -> str:
     """Times without a scaler, if any, with torch's and with ampfast's, of equal calls."""
-    at = {(row.subject, row.case, row.call, row.side): row for row in _main_rows(results)}
+    rows = [row for row in results.rows if row.dtype == DTYPES.get(row.subject, "float32")]
+    at = {(row.subject, row.case, row.call, row.side): row for row in rows}
     lines = []
     for told, (*place, call) in shown.items():
         ours = at.get((*place, call, "ampfast")) or at.get((*place, call, "ampfast, aten"))
@@ -86,13 +89,6 @@ def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Result
         lines.append((told, *cells, tables.times(ours and ours.vs_torch)))
     header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
     return tables.markdown(header, lines, 1)
-
-
-def _main_rows(results: Results) -> list[Row]:
-    """Rows of bfloat16 nets and of float32 gradients."""
-    nets = ("loops", "training")
-    dtypes = dict.fromkeys(nets, "bfloat16")
-    return [row for row in results.rows if row.dtype == dtypes.get(row.subject, "float32")]
 
 
 def _time(row: Row | None) -> str:
@@ -141,7 +137,7 @@ def write_pages(folder: Path, file: Path) -> None:
     (folder / RESULTS).mkdir(parents=True, exist_ok=True)
     # As it was measured, with rows that only earlier versions measure.
     write_whole(folder / RESULTS / file_name(results), file.read_text(encoding="utf-8"))
-    pictures.write(figures, folder / PICTURES, png=False)
+    pictures.write(figures, folder / PICTURES)
     for page, block in PAGES.items():
         write_block(folder / page, block(results))
     for name in earlier - {file_name(results)}:

@@ -106,15 +106,13 @@ def svg(figure: Figure) -> str:
     return text.getvalue()
 
 
-def write(figures: dict[str, Figure], folder: Path, png: bool = True) -> None:
-    """Writes each picture as SVG, and as PNG, too; removes those of an earlier run."""
+def write(figures: dict[str, Figure], folder: Path) -> None:
+    """Writes each picture, and removes those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("*.svg"), *folder.glob("*.png")):
+    for old in folder.glob("*.svg"):
         old.unlink()
     for name, figure in figures.items():
         write_whole(folder / f"{name}.svg", svg(figure))
-        if png:
-            figure.savefig(folder / f"{name}.png", dpi=144)
 
 
 def _colours(series: Sequence[str]) -> dict[str, str]:

@@ -14,9 +14,9 @@ from ampfast import backends, find_nonfinite
 
 from . import providers
 from .cases import GradCase
-from .loops import SCALE, Kind, Loop, assert_parity, optimizer_over
+from .loops import Kind, Loop, assert_no_skip, assert_parity, optimizer_over
 from .machine import require_memory
-from .nets import Lesson, Net, nets
+from .nets import Net, nets
 from .results import Row
 from .timing import WITHOUT, Job, Measured, Setting, Subject
 
@@ -59,15 +59,22 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     replaces = {each.call(net): kind.call(net) for each in ours if each.by_scaler}
     on = on.lasting(CLIP_LONGER if kind.clip else 1.0)
     rows = _time("training", net, loops, on, replaces)
-    _assert_no_skip(net, loops)
+    assert_no_skip(net, loops)
     return Measured(rows, notes)
 
 
 def measure_watched(net: Net, on: Setting) -> Measured:
     """Times steps of a net without a scaler, and those of a copy that is watched."""
     require_memory(2 * _bytes_of(net), on.device)
+    bad = net.lesson(on.device)
+    name, weight = next(bad.module.named_parameters())
+    torch.nn.init.constant_(weight, math.inf)
+    with find_nonfinite(bad.module) as finder:
+        bad.loss()
+    found = finder.report()
+    if found is None or found.module != name.removesuffix(".weight"):
+        raise AssertionError(f"{net.name}: {name} is infinite, and the report is {found}")
     lesson, watched = (net.lesson(on.device) for _ in range(2))
-    assert_found(net, lesson)
     loops = [Loop(net, Kind(), WITHOUT, lesson)]
     loops.append(Loop(net, Kind(feature="find_nonfinite"), WITHOUT, watched))
     loops[1].key = loops[1].key[0], backends.default_for(on.device)
@@ -91,28 +98,3 @@ def _time(
     over = replace(over, without=lambda key: loops[0].key)
     steps = {loop.key: loop.step for loop in loops}
     return over.time(steps, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)
-
-
-def _assert_no_skip(net: Net, loops: Sequence[Loop]) -> None:
-    """Raises if a step was skipped: it lacks the optimizer's work, which would flatter its time."""
-    for loop in loops:
-        if loop.scaler is not None and loop.scaler.get_scale() != SCALE:
-            told = f"{net.name}, {' by '.join(loop.key)}: a step was skipped while timed"
-            raise AssertionError(told)
-    largest = torch.stack([each.detach().abs().max() for each in loops[0].parameters])
-    if not bool(largest.isfinite().all()):
-        raise AssertionError(f"{net.name}: parameters overflowed while timed")
-
-
-def assert_found(net: Net, lesson: Lesson) -> None:
-    """Raises unless an infinite weight of the first module is found there."""
-    name, weight = next(lesson.module.named_parameters())
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(math.inf)
-        with find_nonfinite(lesson.module) as finder:
-            lesson.loss()
-        weight.copy_(before)
-    found = finder.report()
-    if found is None or found.module != name.removesuffix(".weight"):
-        raise AssertionError(f"{net.name}: {name} is infinite, and the report is {found}")

@@ -120,6 +120,6 @@ def test_lists_take_turns_beyond_the_cache_and_must_fit(monkeypatch, on, calls, 
     for number in range(5):
         kernels.in_turn(lambda name, turn: seen.append((name, turn)), "ab")(number)
     assert seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 0)]
-    monkeypatch.setattr(machine, "left_to_group", lambda: 4 * lists * SIZE - 1)
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 4 * lists * SIZE - 1)
     with pytest.raises(MemoryError, match="needs 0 MiB, 0 MiB are available"):
         kernels.measure(SMALL, torch.float32, on)
