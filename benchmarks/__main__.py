@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import math
 import signal
@@ -37,7 +36,7 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
 # Not in a run that names none.
 ON_REQUEST = ("decisive",)
 INTERRUPTED = 130
-JSON, EARLIER = "results.json", "earlier"
+JSON, EARLIER = "results.json", "earlier-"
 # What each does, and its arguments.
 COMMANDS = {
     "compare": ("Shows changes beyond both spreads between two result files.", "first", "second"),
@@ -87,39 +86,40 @@ def bench(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="fewer lists, shorter comparisons")
     told = f"parts of the run, comma-separated: {','.join(SUBJECTS)}"
-    parser.add_argument("--only", type=_subjects, metavar="NAMES", help=told)
+    parser.add_argument("--only", metavar="NAMES", help=told)
     told = "start no further part after this time"
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=math.inf, help=told)
-    told = f"write {JSON}, {pages.REPORT} and {pages.PLOTS}/ there; the earlier {JSON} goes to "
-    parser.add_argument("--folder", type=Path, help=f"{told}its folder {EARLIER}")
+    told = f"write {JSON}, {pages.REPORT} and {pages.PLOTS}/ there; keep {EARLIER}{JSON}"
+    parser.add_argument("--folder", type=Path, help=told)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there alone")
     told = "run the GPU's code on the CPU, over small lists, with torch's ops for its kernels; "
     told += "TRITON_INTERPRET=1 and AMPFAST_BACKEND=triton interpret them"
     parser.add_argument("--rehearse", action="store_true", help=told)
     options = parser.parse_args(arguments)
+    only = options.only.split(",") if options.only else []
+    if unknown := set(only) - set(SUBJECTS):
+        parser.error(f"{', '.join(unknown)}: not among {', '.join(SUBJECTS)}")
     file = options.json or (options.folder and options.folder / JSON)
     device = default_device()
     try:
         backends.default_for(device)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            _put_away(file)
+            if file.exists():
+                file.replace(file.with_name(EARLIER + file.name))
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     results = new_results(device)
-    results.asked = {"quick": options.quick, **({"only": options.only} if options.only else {})}
+    results.asked = {"quick": options.quick, **({"only": only} if only else {})}
     on = _setting(device, options.quick, options.rehearse)
-    subjects = options.only or [each for each in SUBJECTS if each not in ON_REQUEST]
-    jobs = [(f"{each}: {job.label}", job) for each in subjects for job in SUBJECTS[each](on)]
+    chosen = [each for each in SUBJECTS if (each in only if only else each not in ON_REQUEST)]
+    jobs = [(f"{each}: {job.label}", job) for each in chosen for job in SUBJECTS[each](on)]
     exit_code = INTERRUPTED
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         exit_code = run(jobs, results, file, started, started + options.limit)
     except KeyboardInterrupt:
         print("stopped; results so far follow", flush=True)
-    # So that none keeps results from being written.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     _save(results, file)
     print(*(table.text() for table in tables.of(results)), *results.notes, sep="\n")
     print(*tables.sentences(results), *results.caveats, sep="\n")
@@ -197,26 +197,9 @@ def run(
     return 1 if failed else 0
 
 
-def _put_away(file: Path) -> None:
-    """Renames an earlier run's file, if any, to a name that no run writes."""
-    if file.exists():
-        written = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.timezone.utc)
-        (file.parent / EARLIER).mkdir(exist_ok=True)
-        file.replace(file.parent / EARLIER / f"{written:%Y-%m-%d-%H%M%S}{file.suffix}")
-
-
 def _save(results: Results, file: Path | None) -> None:
     if file is not None and results.rows:
         results.write(file)
-
-
-def _subjects(text: str) -> list[str]:
-    """argparse type of a comma-separated choice, in the order of a run."""
-    given = text.split(",")
-    if unknown := [name for name in given if name not in SUBJECTS]:
-        told = f"{', '.join(map(repr, unknown))} is not among {', '.join(SUBJECTS)}"
-        raise argparse.ArgumentTypeError(told)
-    return [name for name in SUBJECTS if name in given]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from . import kernels, steps, training
-from .cases import GradCase, case_of, dtype_name
 from .loops import Kind
 from .nets import nets, perceptron
 from .providers import CHECK, NORM, UNSCALE
@@ -30,8 +29,9 @@ def jobs(on: Setting) -> list[Job]:
     effort = replace(on.effort, comparison_s=min(COMPARISON_S, on.effort.comparison_s))
     on = replace(on, effort=effort)
     net = perceptron(2, 8, 4) if on.rehearses else nets(on.device)[0]
+    of_list = functools.partial(kernels.measure, paths=(CHECK, UNSCALE, NORM), subject=SUBJECT)
     return [
-        *(_of_list(*each, on) for each in LISTS),
+        *kernels.lists_jobs(on, of_list, LISTS),
         *(
             steps.small_job("host", count, (path,), on)
             for count in ((3,) if on.rehearses else steps.HOST_PARAMETERS)
@@ -39,13 +39,3 @@ def jobs(on: Setting) -> list[Job]:
         ),
         training.job(net, Kind(fused=True), on),
     ]
-
-
-def _of_list(name: str, dtype: torch.dtype, on: Setting) -> Job:
-    """Job of a list; to rehearse, of a small one."""
-    shapes = case_of(name).shapes
-    if on.rehearses:
-        shapes = tuple(tuple(min(size, 25) for size in shape) for shape in shapes[:3])
-    paths = (CHECK, UNSCALE, NORM)
-    run = functools.partial(kernels.measure, GradCase(name, shapes), dtype, on, paths, SUBJECT)
-    return Job(f"{name} {dtype_name(dtype)}", run)

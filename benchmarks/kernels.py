@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,18 +38,20 @@ MOST_LISTS = 8
 
 
 def lists_jobs(
-    on: Setting, of_list: Callable[[GradCase, torch.dtype, Setting], Measured]
+    on: Setting,
+    of_list: Callable[[GradCase, torch.dtype, Setting], Measured],
+    lists: Sequence[tuple[str, torch.dtype]] = (),
 ) -> list[Job]:
-    """One job for each list to measure on a device; to rehearse, for a small one."""
+    """One job for each list, by default those of a device; to rehearse, for small ones."""
     full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
     names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
-    lists = [(case_of(name), dtype) for name in names for dtype in dtypes]
-    if on.rehearses:
-        lists = [(GradCase("1000x1k", 3 * ((25,),)), torch.float32)]
-    return [
-        Job(f"{case.name} {dtype_name(dtype)}", functools.partial(of_list, case, dtype, on))
-        for case, dtype in lists
-    ]
+    jobs, most = [], 1 if on.rehearses else None
+    for name, dtype in lists or [*itertools.product(names, dtypes)][:most]:
+        case = case_of(name)
+        if on.rehearses:
+            case = GradCase(name, tuple(tuple(min(n, 25) for n in s) for s in case.shapes[:3]))
+        jobs.append(Job(f"{name} {dtype_name(dtype)}", functools.partial(of_list, case, dtype, on)))
+    return jobs
 
 
 def lists_in_turn(

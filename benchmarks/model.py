@@ -70,24 +70,23 @@ def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
 
 
 def block(results: Sequence[Results]) -> str:
-    """Tables of the model, with the measurements of the newest results from a GPU, if any."""
+    """Table of the model, with the measurements of the newest results from a GPU, if any."""
     of_gpus = [each for each in results if each.machine.get("gpu")]
     of_gpus = [each for each in of_gpus if any(row.subject == SUBJECT for row in each.rows)]
     newest = max(of_gpus, key=lambda each: each.date, default=None)
-    counts, times = [], []
+    header, lines = ("list", "pass", "launches", "bytes", "table", "expected"), []
     for (name, dtype), call in itertools.product(LISTS, PASSES):
-        case, counted = case_of(name), cost(case_of(name), dtype, call)
-        place = (f"{name}, {dtype_name(dtype)}", call)
-        moved = f"{counted.bytes / 1e6:,.1f} MB", f"{counted.table_bytes / 1e3:,.1f} kB"
-        counts.append((*place, f"{len(case.shapes):,}", f"{counted.launches}", *moved))
-        expected = f"{counted.seconds * 1e6:,.1f} us"
-        times.append((*place, expected, *_measured(newest, name, dtype, call)))
-    header = ("list", "pass", "tensors", "launches", "bytes", "table")
+        counted = cost(case_of(name), dtype, call)
+        figures = (
+            *(f"{counted.launches}", f"{counted.bytes / 1e6:,.1f} MB"),
+            *(f"{counted.table_bytes / 1e3:,.1f} kB", f"{counted.seconds * 1e6:,.1f} us"),
+        )
+        place, measured = f"{name}, {dtype_name(dtype)}", _measured(newest, name, dtype, call)
+        lines.append((place, call, *figures, *measured))
     parts = [
-        "What a pass of ampfast takes, counted:",
-        tables.markdown(header, counts, 2),
-        "What it should take, and what was measured, of the faster backend and of torch's op:",
-        tables.markdown(("list", "pass", "expected", "measured", "torch, measured"), times, 2),
+        "What a pass of ampfast takes, counted; what it should take; and what was measured, of the "
+        "faster backend and of torch's op:",
+        tables.markdown((*header, "measured", "torch, measured"), lines, 2),
     ]
     if newest is not None:
         parts.append(f"Measured on {newest.place} with {newest.versions}, {newest.date[:10]}.")

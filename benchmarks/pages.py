@@ -100,12 +100,11 @@ def _time(row: Row | None) -> str:
 
 def full_block(results: Results) -> str:
     """Every subject, with its picture; columns that do not fit are in the result file alone."""
-    names = {"kernels": "throughput"}
     parts = [_heading(results, f"../{RESULTS}/")]
     drawn = pictures.draw(results)
     for table in tables.of(results):
-        name = names.get(table.subject, table.subject)
-        image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
+        picture = f"![{table.title}](measured/{table.subject}.svg)"
+        image = [picture] if table.subject in drawn else []
         parts += [f"### {table.title}", table.how, *image, table.markdown()]
     return "\n\n".join(parts)
 

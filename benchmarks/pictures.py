@@ -31,9 +31,8 @@ STYLE = {
 
 
 class Chart(NamedTuple):
-    """Horizontal bars of the rows of a subject that have a value, with a line at `line`."""
+    """Horizontal bars of the rows that have a value, with a line at `line`."""
 
-    subject: str
     title: str
     axis: str
     value: Callable[[Row], float | None]
@@ -48,20 +47,20 @@ def _host_time(row: Row) -> str:
     return f"{row.host_us.p50:,.0f}{speed}"
 
 
-# The most informative first.
+# By subject, the most informative first.
 CHARTS = {
     "loops": Chart(
-        *("loops", "Scaler's own time in training loops", "microseconds a step; lower is better"),
+        *("Scaler's own time in training loops", "microseconds a step; lower is better"),
         *(lambda row: row.host_us.p50 if "schedule" in row.call else None, _host_time),
         lambda row: f"{row.case}\n{row.tensors} parameters, {row.call}",
     ),
     "host": Chart(
-        *("host", "Host time of the scaler's calls, warm", "microseconds; lower is better"),
+        *("Host time of the scaler's calls, warm", "microseconds; lower is better"),
         *(lambda row: None if row.replaces else row.host_us.p50, _host_time),
         lambda row: f"{row.case.partition('x')[0]} parameters\n{row.call}",
     ),
-    "throughput": Chart(
-        *("kernels", "Throughput of unscale_, float32"),
+    "kernels": Chart(
+        "Throughput of unscale_, float32",
         "GB/s; percent of a copy, whose bandwidth is the black mark; higher is better",
         lambda row: row.gb_s if (row.call, row.dtype) == (UNSCALE, "float32") else None,
         lambda row: percent(row.percent_of_copy),
@@ -69,14 +68,14 @@ CHARTS = {
         is_rate=True,
     ),
     "training": Chart(
-        *("training", "Whole training steps"),
+        "Whole training steps",
         "time over that without a scaler (the line); lower is better",
         lambda row: None if row.side == NO_SCALER else row.over_none,
         lambda row: f"{row.over_none:.3f}",
         line=1.0,
     ),
     "clip": Chart(
-        *("clip", "Unscaling and clipping, float32"),
+        "Unscaling and clipping, float32",
         "times as fast as torch (the line); higher is better",
         lambda row: row.vs_torch if row.dtype == "float32" else None,
         lambda row: faster(row.vs_torch),
@@ -87,13 +86,13 @@ CHARTS = {
 
 
 def draw(results: Results) -> dict[str, Figure]:
-    """Pictures by name; none for subjects without rows."""
+    """Pictures by subject; none for those without rows."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(STYLE):
-        made = {name: _bars(chart, results) for name, chart in CHARTS.items()}
+        made = {name: _bars(name, results) for name in CHARTS}
     return {name: figure for name, figure in made.items() if figure}
 
 
@@ -120,9 +119,9 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or next(more) for name in dict.fromkeys(series)}
 
 
-def _bars(chart: Chart, results: Results) -> Figure | None:
-    rows = [row for row in results.rows if row.subject == chart.subject]
-    rows = [row for row in rows if chart.value(row)]
+def _bars(subject: str, results: Results) -> Figure | None:
+    chart = CHARTS[subject]
+    rows = [row for row in results.rows if row.subject == subject and chart.value(row)]
     if not rows:
         return None
     from matplotlib.figure import Figure

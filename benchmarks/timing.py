@@ -227,7 +227,7 @@ class Subject:
     lists: int = 1  # that took turns
     is_host: bool = False  # time until the call returns, instead of the device's
     replaces: dict[str, str] = field(default_factory=dict)  # torch's call, if of another name
-    without: Callable[[Key], Key] = lambda key: key  # that `over_none` is relative to
+    without: Key | None = None  # that `over_none` is relative to
 
     def time(
         self,
@@ -255,10 +255,14 @@ class Subject:
 
     def rows(self, samples: Samples, timer: str = "wall") -> list[Row]:
         """A row for each contender with its samples."""
-        found, case = [], self.case.name if self.lists == 1 else f"{self.case.name}, cold"
+        found, less, case = (
+            [],
+            self.without,
+            self.case.name if self.lists == 1 else f"{self.case.name}, cold",
+        )
         for key, seconds in samples.items():
             path, provider = key
-            theirs, less = (self.replaces.get(path, path), "torch"), self.without(key)
+            theirs = self.replaces.get(path, path), "torch"
             is_compared = provider not in (WITHOUT, "torch") and theirs in samples
             row = Row(
                 *(self.name, case, dtype_name(self.dtype), path),
@@ -266,7 +270,7 @@ class Subject:
                 rounds=len(seconds),
                 replaces=self.replaces.get(path),
                 vs_torch=ratio(samples, theirs, key) if is_compared else None,
-                over_none=ratio(samples, key, less) if less != key else None,
+                over_none=ratio(samples, key, less) if less not in (None, key) else None,
                 tensors=len(self.case.shapes),
                 elements=self.case.elements,
             )

@@ -95,6 +95,6 @@ def _time(
 ) -> list[Row]:
     """Times steps relative to those of the first loop."""
     over = Subject(subject, GradCase.of(net), loops[0].lesson.dtype, replaces=replaces or {})
-    over = replace(over, without=lambda key: loops[0].key)
+    over = replace(over, without=loops[0].key)
     steps = {loop.key: loop.step for loop in loops}
     return over.time(steps, on.lasting(LONGER[on.device.type]), STEPS_IN_TURN)

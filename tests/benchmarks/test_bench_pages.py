@@ -150,7 +150,7 @@ def test_the_report_opens_with_the_score_and_pictures_and_folds_tables(tmp_path)
     assert not re.search(r"https?://", text), "nothing is fetched"
     assert re.findall(r'<details id="(\w+)">', text) == [t.subject for t in tables.of(made)]
     drawn = {path.stem for path in (tmp_path / pages.PLOTS).iterdir()}
-    assert drawn == {"loops", "host", "throughput", "training", "clip"}
+    assert drawn == {"loops", "host", "kernels", "training", "clip"}
 
 
 def test_pictures_show_what_was_measured():
@@ -161,7 +161,7 @@ def test_pictures_show_what_was_measured():
     )
     drawn = pictures.draw(results([dataclasses.replace(row, tensors=5) for row in rows]))
     for name, value, ends in (
-        *(("throughput", 8 / 11, (8 / 12, 8 / 10)), ("clip", 2.0, (2 * 11 / 12, 2 * 11 / 10))),
+        *(("kernels", 8 / 11, (8 / 12, 8 / 10)), ("clip", 2.0, (2 * 11 / 12, 2 * 11 / 10))),
         ("loops", 10.0, (8.0, 14.0)),
     ):
         (axes,) = drawn[name].axes
