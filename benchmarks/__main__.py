@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def bench(arguments: Sequence[str]) -> int:
     """Measures, and writes and shows the results, also of a run that is interrupted."""
-    started = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures ampfast against torch, after comparing their results.",
@@ -117,7 +116,7 @@ def bench(arguments: Sequence[str]) -> int:
     exit_code = INTERRUPTED
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        exit_code = run(jobs, results, file, started, started + options.limit)
+        exit_code = run(jobs, results, file, options.limit)
     except KeyboardInterrupt:
         print("stopped; results so far follow", flush=True)
     _save(results, file)
@@ -151,14 +150,9 @@ def stand_in() -> None:
     backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore
 
 
-def run(
-    jobs: Sequence[tuple[str, Job]],
-    results: Results,
-    file: Path | None,
-    started: float,
-    deadline: float,
-) -> int:
+def run(jobs: Sequence[tuple[str, Job]], results: Results, file: Path | None, limit: float) -> int:
     """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
+    started = time.monotonic()
 
     def note(text: str) -> None:
         if text not in results.notes:
@@ -169,7 +163,7 @@ def run(
     # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     for number, (name, job) in enumerate(jobs, 1):
-        if time.monotonic() > deadline:
+        if time.monotonic() - started > limit:
             left_out = True
             note(f"left out {name} and {len(jobs) - number} more: the time is up")
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -19,15 +18,13 @@ LISTS = (
     *(("bert_large", torch.float32), ("bert_large", torch.bfloat16)),
     *(("one_1g", torch.float32), ("llama_7b", torch.bfloat16)),
 )
-COMPARISON_S = 0.5
 
 
 def jobs(on: Setting) -> list[Job]:
     """Lists, host time, and a training; on a CPU small ones, to rehearse it all."""
     if on.queue is None:
         return []
-    effort = replace(on.effort, comparison_s=min(COMPARISON_S, on.effort.comparison_s))
-    on = replace(on, effort=effort)
+    on = on.lasting(0.5)
     net = perceptron(2, 8, 4) if on.rehearses else nets(on.device)[0]
     of_list = functools.partial(kernels.measure, paths=(CHECK, UNSCALE, NORM), subject=SUBJECT)
     return [

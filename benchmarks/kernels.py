@@ -70,14 +70,12 @@ def measure(
     case: GradCase,
     dtype: torch.dtype,
     on: Setting,
-    paths: Sequence[str] = (),
+    paths: Sequence[str] = (*PATHS, NORM),
     subject: str = "kernels",
 ) -> Measured:
     """Times each provider's paths over one list beside a copy; leaves a wrong backend out."""
     device, what = on.device, f"{case.name} {dtype_name(dtype)}"
     rotation, (names, notes) = lists_in_turn(case, dtype, on), providers.available(device)
-    # The part "decisive" has norms on a GPU.
-    paths = paths or (PATHS if on.queue else (*PATHS, NORM))
     make = providers.launches if on.queue else providers.public_calls
     scalars, calls = Scalars.make(device), []
     gradients = make_gradients(case, dtype, device)

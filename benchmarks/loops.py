@@ -20,8 +20,9 @@ from ampfast import backends
 
 from .cases import GradCase
 from .nets import Lesson, Net, conv_net, perceptron
+from .results import NO_SCALER, OTHERS
 from .steps import make_scaler, scaler_state
-from .timing import WITHOUT, Job, Measured, Setting, Subject, assert_same
+from .timing import Job, Measured, Setting, Subject, assert_same
 
 SCALE = 2.0**10
 MAX_NORM = 0.1
@@ -116,10 +117,10 @@ class Loop:
             decay = torch.optim.lr_scheduler.LambdaLR
             self._schedule = decay(self.optimizer, lambda step: 0.9999**step)
         device, self.scaler = lesson.inputs[0].device, None
-        if provider not in (WITHOUT, "torch") and kind.feature == GUARD:
+        if provider not in OTHERS and kind.feature == GUARD:
             self.scaler = ampfast.StepGuard(device.type, backend=provider)
             self.scaler.scale(torch.zeros((), device=device))
-        elif provider != WITHOUT:
+        elif provider != NO_SCALER:
             group = {"process_group": distributed.group.WORLD} if kind.feature == GROUP else {}
             self.scaler = make_scaler(provider, device, SCALE, **kind.options, **group)
 
@@ -163,13 +164,6 @@ class Loop:
             scaler.step(optimizer)
             scaler.update()
 
-    def scale(self) -> float:
-        """The scale, a power of two, so that no bit of a gradient is lost."""
-        scale = self.scaler.get_scale()
-        if math.frexp(scale)[0] != 0.5:
-            raise AssertionError(f"{self.key}: the scale {scale} is no power of two")
-        return scale
-
 
 def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequence[str]) -> None:
     """Trains the module with torch's scaler, and copies of its parameters with each of ours.
@@ -196,7 +190,8 @@ def assert_parity(net: Net, lesson: Lesson, kinds: Sequence[Kind], names: Sequen
             torchs[len(torchs) // 2].grad.view(-1)[-1] = math.inf
         for each in ours:
             what = f"loss of {net.name}, {' by '.join(each.key)}, step {step}"
-            factor = each.scale() / theirs.scale()
+            # A power of two, so that no bit of a gradient is lost.
+            factor = each.scaler.get_scale() / theirs.scaler.get_scale()
             assert_same([each.scaled(loss.detach())], [scaled.detach() * factor], what)
             for parameter, their in zip(each.parameters, torchs, strict=True):
                 parameter.grad = their.grad * factor

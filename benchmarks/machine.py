@@ -76,8 +76,6 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        cuda = torch.version.cuda or "0"
-        is_new = torch.__version__ >= "2.12" and int(cuda.split(".")[0]) > 12
         facts = {
             "gpu": properties.name,
             "gpu_cache_bytes": cache_bytes(device),
@@ -85,8 +83,6 @@ def describe(device: torch.device) -> dict[str, Any]:
             "driver": (query or "unknown").partition("\n")[0],
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
-            # Of torch's op.
-            "tensors_per_launch": 770 if is_new else 110,
         }
     has_affinity = hasattr(os, "sched_getaffinity")
     return facts | {

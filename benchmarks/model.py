@@ -17,7 +17,7 @@ from . import tables
 from .cases import GradCase, case_of, dtype_name
 from .decisive import LISTS, SUBJECT
 from .providers import CHECK, UNSCALE
-from .results import Results
+from .results import OTHERS, Results
 
 PAGE = "docs/kernels.md"
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
@@ -97,7 +97,7 @@ def _measured(results: Results | None, name: str, dtype: torch.dtype, call: str)
     """Medians of the faster backend and of torch's op, which up to 2.15 lacks bfloat16."""
     wanted = {(SUBJECT, case, dtype_name(dtype), call) for case in (name, f"{name}, cold")}
     rows = [row for row in (results.rows if results else []) if row.name[:4] in wanted]
-    ours = [row for row in rows if row.side not in tables.OTHERS]
+    ours = [row for row in rows if row.side not in OTHERS]
     if not ours:
         return tables.NOT_MEASURED, tables.NOT_MEASURED
     row = min(ours, key=lambda row: row.ms.p50)

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from . import pictures, tables
-from .results import Results, Row, write_whole
+from .results import NO_SCALER, Results, Row, write_whole
 
 REPORT, PLOTS = "report.html", "plots"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
@@ -84,7 +84,7 @@ def _main_table(of: str, shown: dict[str, tuple[str, str, str]], results: Result
     for told, (*place, call) in shown.items():
         ours = at.get((*place, call, "ampfast")) or at.get((*place, call, "ampfast, aten"))
         call = (ours and ours.replaces) or call
-        none, theirs = (at.get((*place, call, side)) for side in (tables.NO_SCALER, "torch"))
+        none, theirs = (at.get((*place, call, side)) for side in (NO_SCALER, "torch"))
         cells = (_time(none) if none else "-", _time(theirs), _time(ours))
         lines.append((told, *cells, tables.times(ours and ours.vs_torch)))
     header = (of, "no scaler", "torch's scaler", "ampfast", "faster than torch's")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .providers import UNSCALE
-from .results import Results, Row, write_whole
-from .tables import NO_SCALER, faster, percent
+from .results import NO_SCALER, Results, Row, write_whole
+from .tables import faster, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -44,8 +44,7 @@ def moved_bytes(path: str, list_bytes: int) -> int:
     A check reads the list, b*N, and can take the norm on the way. Unscaling also writes as much,
     2*b*N, and can update the scale on the way; so does a copy.
     """
-    passes = {CHECK: 1, HALF_COPY: 1, NORM: 1}
-    return passes.get(path, 2) * list_bytes
+    return list_bytes if path in (CHECK, NORM, HALF_COPY) else 2 * list_bytes
 
 
 class Scalars(NamedTuple):

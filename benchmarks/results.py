@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 # Version of the files.
 FORMAT = 3
+# Sides other than ampfast.
+NO_SCALER = "no scaler"
+OTHERS = (NO_SCALER, "torch")
 # Load average per core beyond which times are not trusted.
 BUSY = 1.5
 
@@ -97,18 +100,15 @@ class Results:
         """Versions of the measurement, on one line."""
         versions = f"torch {self.torch}"
         if self.machine.get("gpu"):
-            tensors = self.machine.get("tensors_per_launch")
-            versions += f" ({tensors} tensors a launch), triton {self.triton or 'not installed'}"
+            versions += f", triton {self.triton or 'not installed'}"
         return f"{versions}, commit {self.commit or 'unknown'}"
 
     @property
     def caveats(self) -> list[str]:
         """Sentences on what limits these figures."""
         load, cores = self.machine.get("load") or 0.0, self.machine.get("cores") or 1
-        failed = sum(note.startswith("FAILED") for note in self.notes)
         return [
             *([] if self.complete else ["The run was not complete; its notes say why."]),
-            *([f"{failed} of its parts failed."] if failed else []),
             *([f"The load average was {load:.1f} when it began."] if load > BUSY * cores else []),
         ]
 

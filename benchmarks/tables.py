@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .results import Results, Row
+from .results import NO_SCALER, OTHERS, Results, Row
 
 NOT_MEASURED = "not measured"
-NO_SCALER = "no scaler"
-OTHERS = (NO_SCALER, "torch")
 # Identical contenders differ by up to 2% on a quiet machine.
 TIE = 0.05
 # Columns that fit the width of a page.

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from .cases import GradCase, dtype_name
-from .results import Row, Spread
+from .results import OTHERS, Row, Spread
 
-# Provider of rows without a scaler.
-WITHOUT = "none"
-SIDES = {"torch": "torch", WITHOUT: "no scaler", "cpu": "ampfast"}
 MAX_ROUNDS = 400
 # By bytes of an element.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -263,13 +260,13 @@ class Subject:
         for key, seconds in samples.items():
             path, provider = key
             theirs = self.replaces.get(path, path), "torch"
-            is_compared = provider not in (WITHOUT, "torch") and theirs in samples
+            is_ours = provider not in OTHERS
             row = Row(
                 *(self.name, case, dtype_name(self.dtype), path),
-                SIDES.get(provider, f"ampfast, {provider}"),
+                f"ampfast, {provider}".removesuffix(", cpu") if is_ours else provider,
                 rounds=len(seconds),
                 replaces=self.replaces.get(path),
-                vs_torch=ratio(samples, theirs, key) if is_compared else None,
+                vs_torch=ratio(samples, theirs, key) if is_ours and theirs in samples else None,
                 over_none=ratio(samples, key, less) if less not in (None, key) else None,
                 tensors=len(self.case.shapes),
                 elements=self.case.elements,

@@ -17,8 +17,8 @@ from .cases import GradCase
 from .loops import Kind, Loop, assert_no_skip, assert_parity, optimizer_over
 from .machine import require_memory
 from .nets import Net, nets
-from .results import Row
-from .timing import WITHOUT, Job, Measured, Setting, Subject
+from .results import NO_SCALER, Row
+from .timing import Job, Measured, Setting, Subject
 
 # Steps are long, so samples have few of them and more time in total: most on a CPU, where the time
 # of the same step varies by a third.
@@ -54,7 +54,7 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
     # All step the same parameters with the same optimizer, so only the scaler differs.
     parameters = list(lesson.module.parameters())
     optimizer = optimizer_over(net, kind, parameters)
-    sides = [(kind, WITHOUT), (kind, "torch"), *((each, name) for name in names for each in ours)]
+    sides = [(kind, NO_SCALER), (kind, "torch"), *((each, name) for name in names for each in ours)]
     loops = [Loop(net, each, name, lesson, parameters, optimizer) for each, name in sides]
     replaces = {each.call(net): kind.call(net) for each in ours if each.by_scaler}
     on = on.lasting(CLIP_LONGER if kind.clip else 1.0)
@@ -75,8 +75,8 @@ def measure_watched(net: Net, on: Setting) -> Measured:
     if found is None or found.module != name.removesuffix(".weight"):
         raise AssertionError(f"{net.name}: {name} is infinite, and the report is {found}")
     lesson, watched = (net.lesson(on.device) for _ in range(2))
-    loops = [Loop(net, Kind(), WITHOUT, lesson)]
-    loops.append(Loop(net, Kind(feature="find_nonfinite"), WITHOUT, watched))
+    loops = [Loop(net, Kind(), NO_SCALER, lesson)]
+    loops.append(Loop(net, Kind(feature="find_nonfinite"), NO_SCALER, watched))
     loops[1].key = loops[1].key[0], backends.default_for(on.device)
     with find_nonfinite(watched.module) as finder:
         rows = _time("watched", net, loops, on)

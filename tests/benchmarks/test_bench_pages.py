@@ -51,7 +51,7 @@ def test_a_gpus_backends_have_a_line_each():
         ("10x1k, cold, float32", "check, cuda", "0.0016"),
         ("10x1k, cold, float32", "check, triton", "0.0016"),
     ]
-    assert "(110 tensors a launch)" in pages.full_block(Results.read(GPU))
+    assert ", triton 3.6.0, commit " in pages.full_block(Results.read(GPU))
 
 
 def test_what_is_not_measured_is_said():
@@ -143,8 +143,8 @@ def test_the_report_opens_with_the_score_and_pictures_and_folds_tables(tmp_path)
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     for told in (
-        *("The run was not complete; its notes say why.", "1 of its parts failed."),
-        *("The load average was 3.1 when it began.", "FAILED &lt;b&gt;: torch&#39;s"),
+        *("The run was not complete; its notes say why.", "FAILED &lt;b&gt;: torch&#39;s"),
+        "The load average was 3.1 when it began.",
     ):
         assert told in text
     assert not re.search(r"https?://", text), "nothing is fetched"

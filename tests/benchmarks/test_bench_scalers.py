@@ -182,7 +182,7 @@ def test_a_step_takes_the_scalers_time_and_nothing_else(monkeypatch, kind):
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_whole_steps_are_timed_with_each_scaler_and_none(monkeypatch, fused, clip, on):
-    seconds = {"none": 1.0, "torch": 1.5, OURS: 1.25}
+    seconds = {"no scaler": 1.0, "torch": 1.5, OURS: 1.25}
 
     def interleave(contenders, *rest, **more):
         for call in contenders.values():
