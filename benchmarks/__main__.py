@@ -119,7 +119,8 @@ def bench(arguments: Sequence[str]) -> int:
         exit_code = run(jobs, results, file, options.limit)
     except KeyboardInterrupt:
         print("stopped; results so far follow", flush=True)
-    _save(results, file)
+    if file is not None and results.rows:
+        results.write(file)
     print(*(table.text() for table in tables.of(results)), *results.notes, sep="\n")
     print(*tables.sentences(results), *results.caveats, sep="\n")
     if options.folder is not None and results.rows:
@@ -131,23 +132,19 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def _setting(device: torch.device, quick: bool, rehearse: bool) -> Setting:
+    """Setting of a run; to rehearse, torch's ops replace this process's kernels, as of a GPU."""
     if rehearse:
         device = torch.device("cpu")
         if backends.default_for(device) == "cpu":
-            stand_in()
+            sys.path.append(str(REPOSITORY / "tests"))
+            from support.launchers import ReferenceLauncher
+
+            replaced = DeviceKernels(ReferenceLauncher())
+            backends.Choice.kernels_for = lambda choice, device: replaced  # type: ignore
         return Setting(device, REHEARSAL, HostQueue())
     if device.type == "cuda":
         return Setting(device, GPU_QUICK if quick else GPU_FULL, CudaQueue())
     return Setting(device, QUICK if quick else FULL)
-
-
-def stand_in() -> None:
-    """Replaces the kernels of this process by torch's ops over tables, as of a GPU."""
-    sys.path.append(str(REPOSITORY / "tests"))
-    from support.launchers import ReferenceLauncher
-
-    kernels = DeviceKernels(ReferenceLauncher())
-    backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore
 
 
 def run(jobs: Sequence[tuple[str, Job]], results: Results, file: Path | None, limit: float) -> int:
@@ -186,14 +183,10 @@ def run(jobs: Sequence[tuple[str, Job]], results: Results, file: Path | None, li
                 note(told)
                 failed |= told.startswith("FAILED")
         results.seconds = round(time.monotonic() - started, 1)
-        _save(results, file)
+        if file is not None and results.rows:
+            results.write(file)
     results.complete = not (failed or left_out)
     return 1 if failed else 0
-
-
-def _save(results: Results, file: Path | None) -> None:
-    if file is not None and results.rows:
-        results.write(file)
 
 
 if __name__ == "__main__":
