@@ -108,8 +108,7 @@ class Loop:
         parameters: Sequence[Tensor] = (),
         optimizer: Any = None,
     ) -> None:
-        self.kind, self.provider, self.lesson = kind, provider, lesson
-        self.key = kind.call(net), provider
+        self.kind, self.lesson, self.key = kind, lesson, (kind.call(net), provider)
         self.parameters = parameters or list(lesson.module.parameters())
         self.optimizer = optimizer or optimizer_over(net, kind, self.parameters)
         self._schedule = None
@@ -124,8 +123,8 @@ class Loop:
             group = {"process_group": distributed.group.WORLD} if kind.feature == GROUP else {}
             self.scaler = make_scaler(provider, device, SCALE, **kind.options, **group)
 
-    def step(self, number: int = 0, bad: bool = False) -> float:
-        """One iteration, with an infinite gradient if `bad`; returns seconds of the scaler."""
+    def step(self, number: int = 0) -> float:
+        """One iteration; returns seconds of the scaler."""
         now = time.perf_counter_ns
         self.optimizer.zero_grad()
         loss = self.lesson.loss()
@@ -135,8 +134,6 @@ class Loop:
         scaled.backward()
         # Else the scaler's time would include freeing the rest of the graph.
         del loss, scaled
-        if bad:
-            self.parameters[0].grad.view(-1)[-1] = math.inf
         self.optimizer.steps_ns = 0
         start = now()
         self.finish()

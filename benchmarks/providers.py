@@ -94,9 +94,9 @@ def available(device: torch.device) -> tuple[list[str], list[str]]:
 
 def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch's op has a dtype on a device; up to 2.15 it lacks bfloat16 on GPUs."""
-    scalars = Scalars.make(device)
     try:
-        _torch_unscale_([torch.ones(1, dtype=dtype, device=device)], scalars.found_inf, scalars.one)
+        with device:
+            _torch_unscale_([torch.ones(1, dtype=dtype)], torch.zeros(()), torch.ones(()))
     except RuntimeError:
         return False
     return True

@@ -248,9 +248,8 @@ def changes(first: Results, second: Results) -> Iterator[tuple[Row, str, float, 
     """Row, unit, both medians and verdict, of each row that both have."""
     rows = {row.name: row for row in second.rows}
     for before in first.rows:
-        if (after := rows.get(before.name)) is None:
-            continue
-        for measure in ("ms", "host_us"):
+        after = rows.get(before.name)
+        for measure in ("ms", "host_us") if after else ():
             a, b = getattr(before, measure), getattr(after, measure)
             if a and b:
                 verdict = FASTER if b.p80 < a.p20 else SLOWER if b.p20 > a.p80 else SAME
@@ -269,15 +268,14 @@ def comparison(first: Results, second: Results) -> Iterator[str]:
         told = f"{which}: ampfast {each.ampfast}, commit {each.commit or 'unknown'}, {each.date}"
         yield " ".join((told, *each.caveats))
     found = list(changes(first, second))
-    names = ("subject", "case", "dtype", "call", "side", "measure")
+    header = ("subject", "case", "dtype", "call", "side", "measure")
     lines = [
         (*row.name, measure, number(before), number(after), number(after / before), verdict)
         for row, measure, before, after, verdict in found
         if verdict != SAME
     ]
-    header = (*names, "first", "second", "ratio", "verdict")
-    title = "The second over the first, by medians"
-    yield Table("compare", title, "", header, lines, len(names)).text()
+    header += ("first", "second", "ratio", "verdict")
+    yield Table("compare", "The second over the first, by medians", "", header, lines, 6).text()
     counts = Counter(verdict for *_, verdict in found)
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     yield told or "the two have nothing in common"
