@@ -71,8 +71,7 @@ def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
 
 def block(results: Sequence[Results]) -> str:
     """Table of the model, with the measurements of the newest results from a GPU, if any."""
-    of_gpus = [each for each in results if each.machine.get("gpu")]
-    of_gpus = [each for each in of_gpus if any(row.subject == SUBJECT for row in each.rows)]
+    of_gpus = [each for each in results if any(row.subject == SUBJECT for row in each.rows)]
     newest = max(of_gpus, key=lambda each: each.date, default=None)
     header, lines = ("list", "pass", "launches", "bytes", "table", "expected"), []
     for (name, dtype), call in itertools.product(LISTS, PASSES):
@@ -101,6 +100,6 @@ def _measured(results: Results | None, name: str, dtype: torch.dtype, call: str)
     if not ours:
         return tables.NOT_MEASURED, tables.NOT_MEASURED
     row = min(ours, key=lambda row: row.ms.p50)
-    theirs = [f"{tables.number(1e3 * row.ms.p50)} us" for row in rows if row.side == "torch"]
+    theirs = (f"{tables.number(1e3 * row.ms.p50)} us" for row in rows if row.side == "torch")
     told = f"{tables.number(1e3 * row.ms.p50)} us, {row.side.removeprefix('ampfast, ')}"
-    return told, *(theirs or ["-"])
+    return told, next(theirs, "-")

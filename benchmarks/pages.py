@@ -37,7 +37,7 @@ DOCS_ROWS = README_ROWS | {
     "check: gradients of BERT-base, float32": ("kernels", "bert_base", "check"),
     "scaler with torch's ops as the backend: 62 parameters": ("aten", "62x4", "full step"),
 }
-# Of the rows; gradients are float32.
+# Of rows that are shown; of gradients it is float32.
 DTYPES = {"loops": "bfloat16", "training": "bfloat16"}
 
 

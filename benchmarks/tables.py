@@ -268,13 +268,12 @@ def comparison(first: Results, second: Results) -> Iterator[str]:
         told = f"{which}: ampfast {each.ampfast}, commit {each.commit or 'unknown'}, {each.date}"
         yield " ".join((told, *each.caveats))
     found = list(changes(first, second))
-    header = ("subject", "case", "dtype", "call", "side", "measure")
+    header = tuple("subject case dtype call side measure first second ratio verdict".split())
     lines = [
         (*row.name, measure, number(before), number(after), number(after / before), verdict)
         for row, measure, before, after, verdict in found
         if verdict != SAME
     ]
-    header += ("first", "second", "ratio", "verdict")
     yield Table("compare", "The second over the first, by medians", "", header, lines, 6).text()
     counts = Counter(verdict for *_, verdict in found)
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
