@@ -268,7 +268,8 @@ def comparison(first: Results, second: Results) -> Iterator[str]:
         told = f"{which}: ampfast {each.ampfast}, commit {each.commit or 'unknown'}, {each.date}"
         yield " ".join((told, *each.caveats))
     found = list(changes(first, second))
-    header = tuple("subject case dtype call side measure first second ratio verdict".split())
+    names = ("subject", "case", "dtype", "call", "side", "measure")
+    header = (*names, "first", "second", "ratio", "verdict")
     lines = [
         (*row.name, measure, number(before), number(after), number(after / before), verdict)
         for row, measure, before, after, verdict in found

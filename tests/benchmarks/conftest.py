@@ -1,4 +1,4 @@
-"""One thread, as on a busy machine more threads take ten times as long; CPU; signals."""
+"""One thread, as on a busy machine more threads take ten times as long; a small cache; signals."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
+from benchmarks import kernels
 
 
 @pytest.fixture(autouse=True)
 def one_thread_of_the_cpu(monkeypatch):
-    """Limits torch to one thread, and the command to the CPU; undoes what it does to signals."""
+    """Limits torch to one thread, the command to the CPU, and the cache, so that lists overflow it.
+
+    What the command does to signals is undone.
+    """
     monkeypatch.setattr(command, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 13)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.getsignal(signal.SIGTERM)
     yield
-    for each, handler in before.items():
-        signal.signal(each, handler)
+    signal.signal(signal.SIGTERM, before)
     torch.set_num_threads(threads)

@@ -15,49 +15,36 @@ from support.cuda_kernels import NVCC
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import sys
+import sys, torch
+from ampfast import GradScaler
 from benchmarks import launches
-from benchmarks.steps import NoOptimizer
-import torch
+from benchmarks.steps import optimizer_over
 
 launches.main([sys.argv[1], "--rounds", "1", "--calls", "2"])
-from ampfast import GradScaler
-param = torch.nn.Parameter(torch.zeros(4))
-param.grad = torch.full((4,), 8.0)
-scaler = GradScaler("cpu", init_scale=4.0)
+gradient, scaler = torch.full((4,), 8.0), GradScaler("cpu", init_scale=4.0)
 scaler.scale(torch.ones(()))
-scaler.unscale_(NoOptimizer([param]))
-print(param.grad.tolist())
+scaler.unscale_(optimizer_over([gradient], False))
+print(gradient.tolist())
 """
+MISSING = {
+    "triton": None if importlib.util.find_spec("triton") else "triton is not installed",
+    "cuda": None if NVCC else "nvcc is not on the PATH",
+    "torch": None,
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "missing"),
-    [
-        ("triton", None if importlib.util.find_spec("triton") else "triton is not installed"),
-        pytest.param(
-            *("cuda", None if NVCC else "nvcc is not on the PATH"), marks=pytest.mark.sweep
-        ),
-        ("torch", None),
-    ],
-)
-def test_a_row(kind: str, missing: str | None) -> None:
-    if torch.version.cuda is not None and kind != "torch":
-        missing = "a CUDA build of torch calls the idle driver itself"
-    if missing:
-        pytest.skip(missing)
+@pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.sweep), "torch"])
+def test_a_row(kind):
+    if MISSING[kind] or (torch.version.cuda is not None and kind != "torch"):
+        pytest.skip(MISSING[kind] or "a CUDA build of torch calls the idle driver itself")
+    command, environment = [sys.executable, "-c", PROGRAM, kind], {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     said, _, header, _, *rows, left = done.stdout.splitlines()
-    assert "host time only" in said
-    assert len(rows) == 3
+    assert "host time only" in said and len(rows) == 3
     for row in rows:
         assert header.count("|") == row.count("|") == 6
         assert all(float(cell) > 0 for cell in row.split("|")[3:6])

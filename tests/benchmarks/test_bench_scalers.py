@@ -12,7 +12,7 @@ from simulated import AS_ON_GPU, CPU, ON_CPU, SMALL
 import ampfast
 from ampfast import distributed
 from ampfast.find_nonfinite import NonFiniteFinder
-from benchmarks import kernels, loops, nets, steps, timing, training
+from benchmarks import loops, nets, steps, timing, training
 from benchmarks.cases import GradCase
 from benchmarks.loops import FEATURES, GROUP, SCHEDULED, WITHOUT_SCHEDULE, Kind, Loop
 from benchmarks.steps import CLIP, DEFERRED_CLIP, FUSED_STEP, PATHS, STEP
@@ -23,12 +23,6 @@ NET = nets.perceptron(2, 8, 4)
 SGD = nets.Net("net", NET.build, NET.inputs, torch.optim.SGD, {"lr": 1.0})
 FUSED = PATHS[2:]
 KINDS = {kind.call(NET): kind for kind in (*WITHOUT_SCHEDULE, *SCHEDULED, *FEATURES)}
-
-
-@pytest.fixture(autouse=True)
-def small_cache(monkeypatch):
-    """Shrinks the cache, so that few lists overflow it."""
-    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 13)
 
 
 def small(subject, count, paths, names=()):
@@ -116,7 +110,6 @@ COMPARED = MEASURED | {
         ("steps", "unscale_", adds, "full step by cpu, small float32, without an inf"),
         ("steps", "unscale_", infinite_to_1, "full step by cpu, small float32, with an inf"),
         ("steps", "update", counts_twice, "full step by cpu, small float32, without an inf"),
-        ("host", "unscale_", adds, "full step by cpu, 10x4 float32, without an infinity"),
         ("aten", "update", counts_twice, "full step by aten, 10x4"),
         ("clip", "clip_grad_norm_", more_norm, "the norm is"),
         ("clip", "clip_grad_norm_", other_limit, "not close"),
