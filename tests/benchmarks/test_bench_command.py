@@ -111,7 +111,6 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, argumen
 
 def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "QUICK", BRIEF)
-    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 22)
     monkeypatch.setattr(kernels, "CPU_QUICK_CASES", ("1000x1k",))
     monkeypatch.setattr(kernels, "QUICK_DTYPES", (torch.float32,))
     some = "aten,clip,kernels,steps"

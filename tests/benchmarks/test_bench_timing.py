@@ -13,21 +13,6 @@ from benchmarks.results import Spread
 from benchmarks.timing import Effort, HostQueue, Subject
 
 
-@pytest.fixture
-def taking(monkeypatch):
-    """Makes a call that takes seconds of a clock, by its number."""
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def call_of(seconds_of):
-        def call(number):
-            now[0] += seconds_of(number)
-
-        return call
-
-    return call_of
-
-
 def test_contenders_take_turns_and_samples_are_whole_cycles():
     turns = []
 
@@ -62,18 +47,20 @@ def test_rows_have_medians_and_the_median_of_torchs_time_over_ours_by_round(is_h
     assert Spread.of([float(value) for value in range(11)]) == Spread(2.0, 5.0, 8.0)
 
 
-def test_the_first_call_of_a_sample_is_not_timed(taking):
-    calls = []
+def test_the_first_calls_of_a_sample_are_not_timed(monkeypatch):
+    now, calls, untimed = [0.0], [], 4
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def seconds(number):
+    def call(number):
         calls.append(number)
-        return 9 if len(calls) <= 4 else 1 + number
+        now[0] += 9 if len(calls) <= untimed else 1 + number
 
-    call = taking(seconds)
     timer = timing.device_timer(HostQueue(), {("p", "a"): call}, 4, graphs=True)
     assert timer(call, range(8)) == 2.5 and calls == 3 * [0, 1, 2, 3]
-    assert timing.time_on_host(taking(lambda number: 9 if number == 0 else 1), range(4)) == 1.0
-    assert timing.host_timer(HostQueue())(taking(lambda number: 2 + number), range(2)) == 2.5
+    calls, untimed = [], 1
+    assert timing.time_on_host(call, range(4)) == 3.0
+    calls, untimed = [], 0
+    assert timing.host_timer(HostQueue())(call, range(2)) == 1.5
 
 
 NAN = torch.tensor([1.0, math.nan])
