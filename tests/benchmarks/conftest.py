@@ -13,10 +13,7 @@ from benchmarks import kernels
 
 @pytest.fixture(autouse=True)
 def one_thread_of_the_cpu(monkeypatch):
-    """Limits torch to one thread, the command to the CPU, and the cache, so that lists overflow it.
-
-    What the command does to signals is undone.
-    """
+    """Limits threads, device, and the cache, which lists overflow; undoes changes of signals."""
     monkeypatch.setattr(command, "default_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 13)
     threads = torch.get_num_threads()

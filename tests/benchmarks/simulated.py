@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -18,10 +19,9 @@ SMALL = GradCase("small", ((3, 5), (7,), (), (0,), (1025,)))
 ON_CPU, AS_ON_GPU = Setting(CPU, BRIEF), Setting(CPU, BRIEF, HostQueue())
 
 
+@dataclass
 class Launcher(ReferenceLauncher):
-    def __init__(self, wrong: str = "") -> None:
-        super().__init__()
-        self.wrong = wrong
+    wrong: str = ""
 
     def multi_tensor(self, work, table, segment, is_last) -> None:
         if self.wrong == "value" and work.write:
@@ -35,11 +35,8 @@ class Launcher(ReferenceLauncher):
             work.ending.update.growth_tracker.zero_()
 
 
-def launch_by(monkeypatch, wrong_of=lambda name: ""):
+def launch_by(monkeypatch, wrong=""):
     """Gives each backend kernels over tables."""
-
-    def choose(name=None):
-        kernels = DeviceKernels(Launcher(wrong_of(name)))
-        return SimpleNamespace(kernels_for=lambda device: kernels, name_for=lambda device: "cpu")
-
-    monkeypatch.setattr(backends, "choose", choose)
+    kernels = DeviceKernels(Launcher(wrong=wrong))
+    chosen = SimpleNamespace(kernels_for=lambda device: kernels, name_for=lambda device: "cpu")
+    monkeypatch.setattr(backends, "choose", lambda name=None: chosen)

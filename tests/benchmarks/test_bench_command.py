@@ -38,10 +38,6 @@ def runs(monkeypatch, tmp_path):
     return run
 
 
-def _read(folder):
-    return Results.read(folder / command.JSON)
-
-
 @pytest.mark.parametrize(
     ("middle", "kept", "complete", "exit_code"),
     [
@@ -59,12 +55,12 @@ def test_measurements_are_kept_whatever_happens(
     seen = []
 
     def look():
-        seen.append(_read(tmp_path))
+        seen.append(Results.read(tmp_path / command.JSON))
         return Measured()
 
     assert runs("first", look, middle, "third") == exit_code
     assert [row.case for row in seen[0].rows] == ["first"] and not seen[0].complete
-    results = _read(tmp_path)
+    results = Results.read(tmp_path / command.JSON)
     assert ([row.case for row in results.rows], results.complete) == (kept, complete)
     assert results.asked == {"quick": False, "only": ["host"]}
     assert results.notes.count("a note") == 1
@@ -89,7 +85,7 @@ def test_no_job_is_started_when_the_time_is_up(runs, monkeypatch, tmp_path):
         return Measured()
 
     assert runs("first", slow, slow, "late", "later", more=["--limit", "100"]) == 0
-    results = _read(tmp_path)
+    results = Results.read(tmp_path / command.JSON)
     assert ([row.case for row in results.rows], results.complete) == (["first"], False)
     told = "left out host: a job and 1 more: the time is up"
     assert (results.notes, results.seconds) == (["a note", told], 120.0)
@@ -115,7 +111,7 @@ def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "QUICK_DTYPES", (torch.float32,))
     some = "aten,clip,kernels,steps"
     assert command.main(["--quick", "--only", some, "--folder", str(tmp_path)]) == 0
-    results = _read(tmp_path)
+    results = Results.read(tmp_path / command.JSON)
     assert results.complete and results.asked["quick"]
     assert ",".join({row.subject: None for row in results.rows}) == some
     drawn = {path.name for path in (tmp_path / pages.PLOTS).glob("*.svg")}
