@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     does, *takes = COMMANDS[name]
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=does)
     for argument in takes:
-        told = "its root (default: this one)" if argument == "--write" else "of results"
+        told = "a repository (default: this one)" if argument == "--write" else "of results"
         parser.add_argument(argument, type=Path, default=REPOSITORY, help=told)
     options = parser.parse_args(rest)
     try:
@@ -96,7 +96,7 @@ def bench(arguments: Sequence[str]) -> int:
     parser.add_argument("--rehearse", action="store_true", help=told)
     options = parser.parse_args(arguments)
     only = options.only.split(",") if options.only else []
-    if unknown := set(only) - set(SUBJECTS):
+    if unknown := [each for each in only if each not in SUBJECTS]:
         parser.error(f"{', '.join(unknown)}: not among {', '.join(SUBJECTS)}")
     file = options.json or (options.folder and options.folder / JSON)
     device = default_device()

@@ -239,10 +239,9 @@ def measure(net: Net, kind: Kind, on: Setting) -> Measured:
             return measure(net, kind, on)
     ours, what = backends.default_for(on.device), f"{net.name}, {kind.call(net)}"
     assert_parity(net, net.lesson(on.device), [kind], [ours])
-    sides = [Loop(net, kind, name, net.lesson(on.device)) for name in ("torch", ours)]
+    sides = theirs, own = [Loop(net, kind, name, net.lesson(on.device)) for name in ("torch", ours)]
     for loop in sides:
         loop.step()
-    theirs, own = sides
     subject = Subject("loops", GradCase.of(net), own.lesson.dtype, is_host=True)
     contenders = {loop.key: loop.step for loop in sides}
     rows = subject.time(contenders, on, timer=lambda step, numbers: step(0))

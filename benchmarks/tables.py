@@ -197,6 +197,7 @@ def _names(row: Row, with_dtype: bool, with_side: bool) -> tuple[str, str]:
 
 def score(results: Results) -> str:
     """Sentence on how many measurements are won, tied and lost against torch."""
+    # Without rows of subjects that only an earlier version measured.
     rows = [row for row in results.rows if row.subject in SUBJECTS and row.side not in OTHERS]
     ratios = [row.vs_torch for row in rows if row.vs_torch]
     if not ratios:

@@ -22,8 +22,6 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Call and provider of a contender; and seconds per call of each, one sample per round.
 Key = tuple[str, str]
 Samples = dict[Key, list[float]]
-
-
 # What is compared: a call gets its running number, so that it can alternate.
 Call = Callable[[int], Any]
 Contenders = dict[Key, Call]
