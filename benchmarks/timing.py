@@ -250,11 +250,8 @@ class Subject:
 
     def rows(self, samples: Samples, timer: str = "wall") -> list[Row]:
         """A row for each contender with its samples."""
-        found, less, case = (
-            [],
-            self.without,
-            self.case.name if self.lists == 1 else f"{self.case.name}, cold",
-        )
+        case = self.case.name if self.lists == 1 else f"{self.case.name}, cold"
+        found, less = [], self.without
         for key, seconds in samples.items():
             path, provider = key
             theirs = self.replaces.get(path, path), "torch"
