@@ -6,10 +6,12 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.steps import Training, adamw
 
 import ampfast
 
@@ -19,44 +21,30 @@ class Hooked(ampfast.GradScaler):
         super().unscale_(optimizer)
 
 
-# By kind: scaler, whether the optimizer is fused, and how it steps.
-KINDS: dict[str, tuple[Callable[..., Any], bool, str]] = {
-    "plain": (ampfast.GradScaler, False, "step"),
-    "fused": (ampfast.GradScaler, True, "step"),
-    "guard": (ampfast.StepGuard, False, "step"),
-    "at once": (ampfast.GradScaler, False, "step_and_update"),
-    "clip": (ampfast.GradScaler, False, "clip"),
-    "hooked": (Hooked, False, "step"),
+# By kind: scaler, optimizer, and how it steps.
+KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "plain": (ampfast.GradScaler, adamw, "step"),
+    "fused": (ampfast.GradScaler, partial(adamw, fused=True), "step"),
+    "guard": (ampfast.StepGuard, adamw, "step"),
+    "at once": (ampfast.GradScaler, adamw, "step_and_update"),
+    "clip": (ampfast.GradScaler, adamw, "clip_grad_norm_"),
+    "hooked": (Hooked, adamw, "step"),
 }
 
 
-class Training:
-    """A parameter, its optimizer and a scaler."""
+def training_of(kind: str = "plain", **arguments: Any) -> Training:
+    scaler, make, way = KINDS[kind]
+    return Training(scaler("cpu", **arguments), make, way=way)
 
-    def __init__(self, kind: str = "plain", **arguments: Any) -> None:
-        make, fused, self.call = KINDS[kind]
-        self.scaler = make("cpu", **arguments)
-        self.param = torch.nn.Parameter(torch.zeros(3))
-        self.optimizer = torch.optim.AdamW([self.param], fused=fused)
 
-    def step(self, value: float) -> None:
-        self.param.grad = self.scaler.scale(torch.ones(())) * torch.full((3,), value)
-        if self.call == "step_and_update":
-            self.scaler.step_and_update(self.optimizer)
-            return
-        if self.call == "clip":
-            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def ends_at(self, steps: str, bad: float = math.nan) -> int | None:
-        """Number of the step whose update raises; None if none does."""
-        for number, each in enumerate(steps):
-            try:
-                self.step(bad if each == "x" else 1.0)
-            except FloatingPointError:
-                return number
-        return None
+def end_of(training: Training, steps: str, bad: float = math.nan) -> int | None:
+    """Number of the step whose update raises; None if none does."""
+    for number, each in enumerate(steps):
+        try:
+            training.step(bad if each == "x" else 1.0)
+        except FloatingPointError:
+            return number
+    return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,19 +53,19 @@ def test_it_ends_after_so_many_steps_in_a_row(kind: str) -> None:
         *(("xxxx", 1, 0), ("..xxx", 3, 4), ("xx.xx.xxx", 3, 8)),
         *(("x.x.x.x.", 2, None), ("xx", 3, None), ("xxxxxxxxx", None, None)),
     ):
-        assert Training(kind, max_skips=limit).ends_at(steps) == expected
+        assert end_of(training_of(kind, max_skips=limit), steps) == expected
     if kind not in ("at once", "hooked"):
-        training = Training(kind, max_skips=2, skip_above=10.0)
-        assert training.ends_at(".x.xx", 20.0) == 4, "steps skipped for their norm"
+        training = training_of(kind, max_skips=2, skip_above=10.0)
+        assert end_of(training, ".x.xx", 20.0) == 4, "steps skipped for their norm"
         assert training.scaler.stats().spikes == 3
     if kind != "guard":
-        assert Training(kind, enabled=False, max_skips=1).ends_at("xxx") is None
+        assert end_of(training_of(kind, enabled=False, max_skips=1), "xxx") is None
 
 
 def test_the_error_has_counts_and_report() -> None:
-    training = Training(max_skips=2, track="overflow", init_scale=8.0)
+    training = training_of(max_skips=2, track="overflow", init_scale=8.0)
     training.scaler.name_parameters([("a name", training.param)])
-    assert training.ends_at(".x", math.inf) is None
+    assert end_of(training, ".x", math.inf) is None
     with pytest.raises(FloatingPointError) as caught:
         training.step(math.inf)
     first, _, report = str(caught.value).partition("\n")
@@ -89,13 +77,13 @@ def test_the_error_has_counts_and_report() -> None:
     # The iteration is over: training may go on, and each further skip raises.
     with pytest.raises(FloatingPointError, match=r"^3 steps in a row"):
         training.step(math.inf)
-    assert training.ends_at(".x", math.inf) is None
+    assert end_of(training, ".x", math.inf) is None
 
 
 @pytest.mark.parametrize("track", [None, "overflow"])
 def test_the_error_tells_why_it_has_no_report(track: Any) -> None:
     """It is no other error, for which a handler would not be made."""
-    training = Training(max_skips=1, track=track)
+    training = training_of(max_skips=1, track=track)
     training.scaler.name_parameters(torch.nn.Linear(1, 1))
     why = "none of the optimizers' 1 parameters has a name" if track else "made with track='overfl"
     with pytest.raises(FloatingPointError, match=why):
@@ -103,11 +91,11 @@ def test_the_error_tells_why_it_has_no_report(track: Any) -> None:
 
 
 def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
-    training = Training(max_skips=2)
+    training = training_of(max_skips=2)
     training.step(1.0)
     good = training.scaler.state_dict()
     for _ in range(3):
-        assert training.ends_at("xx") == 1
+        assert end_of(training, "xx") == 1
         training.scaler.load_state_dict(good)
         assert training.scaler.stats().consecutive_skips == 0
 
@@ -116,15 +104,15 @@ def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
     "copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 )
 def test_the_limit_is_an_attribute_and_is_copied(copied: Callable[[Any], Any]) -> None:
-    training = Training()
+    training = training_of()
     assert training.scaler.max_skips is None
     training.scaler.max_skips = 3
     training.step(math.nan)
     training.scaler = copied(training.scaler)
     assert training.scaler.max_skips == 3
-    assert training.ends_at("xx") == 1
+    assert end_of(training, "xx") == 1
     training.scaler.max_skips = None
-    assert training.ends_at("xxxx") is None
+    assert end_of(training, "xxxx") is None
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from support.models import (
     random_steps,
     update_of,
 )
+from support.steps import Training, adamw, take_step
 
 from ampfast import GradScaler, LogMax, policies
 from ampfast.backends import cpu, torch_ops
@@ -35,28 +37,9 @@ from ampfast.backends.core import SPIKE_BOUND
 from ampfast.loss_scale import LossScale
 
 
-class Loop:
-    """Scaler with one parameter, whose gradient is given by step."""
-
-    def __init__(self, fused: bool = False, **arguments) -> None:
-        self.param = torch.nn.Parameter(torch.zeros(3))
-        self.optimizer = torch.optim.Adam([self.param], lr=0.1, fused=fused)
-        arguments = {"init_scale": 8.0, "growth_interval": 3, **arguments}
-        self.scaler = GradScaler("cpu", **arguments)
-        self.scaler.scale(torch.zeros(()))
-
-    def step(self, value: float = 1.0, riding: bool = False) -> None:
-        self.param.grad = torch.full((3,), value)
-        if riding:
-            self.scaler.step_and_update(self.optimizer)
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-
-    def steps(self, *values: float) -> Loop:
-        for value in values:
-            self.step(value)
-        return self
+def training(fused: bool = False, **arguments: Any) -> Training:
+    arguments = {"init_scale": 8.0, "growth_interval": 3, **arguments}
+    return Training(GradScaler("cpu", **arguments), partial(adamw, fused=fused))
 
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
@@ -95,14 +78,15 @@ def test_random_steps(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("riding", [False, True])
+@pytest.mark.parametrize("way", ["step", "step_and_update"])
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -> None:
+def test_the_scaler_follows_the_model(backend: str, way: str, fused: bool) -> None:
     policy = POLICIES["all"]
-    loop = Loop(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)
+    loop = training(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)
+    loop.way = way
     model = ScaleModel(8.0, 0, Factors(2.0, 0.5, 3), policy)
     for found, _ in random_steps(120, seed=4):
-        loop.step(math.inf if found else 1.0, riding)
+        loop.step(math.inf if found else 1.0)
         model.update(found)
         assert loop.scaler.get_scale() == model.scale
     stats = loop.scaler.stats()
@@ -114,12 +98,12 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_a_scale_that_is_set(backend: str) -> None:
-    loop = Loop(backend=backend, growth_interval=1)
+    loop = training(backend=backend, growth_interval=1)
     loop.scaler.update(2.0)
     assert loop.scaler.get_scale() == 2.0
     assert loop.scaler.stats().steps == 0, "nothing was checked"
     for value, scale in ((math.inf, 32.0), (1.0, 4.0)):
-        loop.param.grad = torch.full((3,), value)
+        loop.backward(value)
         loop.scaler.step(loop.optimizer)
         loop.scaler.update(scale)
     stats = loop.scaler.stats()
@@ -155,7 +139,7 @@ def test_norms_of_an_iteration(kind: torch.dtype) -> None:
 
 
 def test_raises_at_the_minimum() -> None:
-    loop = Loop(init_scale=2.0, min_scale=1.0, on_min_scale="raise")
+    loop = training(init_scale=2.0, min_scale=1.0, on_min_scale="raise")
     loop.step(math.inf)
     assert loop.scaler.get_scale() == 1.0
     with pytest.raises(FloatingPointError, match=r"minimum, 1\.0, and 2 steps in a row were"):
@@ -163,27 +147,28 @@ def test_raises_at_the_minimum() -> None:
     # The iteration is over, and the next one may succeed.
     loop.step(1.0)
     assert loop.scaler.stats().consecutive_skips == 0
+    loop.way = "step_and_update"
     with pytest.raises(FloatingPointError, match="1 step was skipped"):
-        loop.step(math.inf, riding=True)
+        loop.step(math.inf)
     # Raised once, so that the user can inspect and recover.
     assert loop.scaler.stats().consecutive_skips == 1
     saved = {**loop.scaler.state_dict(), "scale": 8.0}
     for mend in (lambda: loop.scaler.update(8.0), lambda: loop.scaler.load_state_dict(saved)):
         mend()
         assert loop.scaler.stats().scale == 8.0
-        loop.steps(*[math.inf] * 3)
+        loop.step(*[math.inf] * 3)
         with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
             loop.step(math.inf)
 
 
 def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
-    loop = Loop(init_scale=1.0, min_scale=1.0, on_min_scale="warn")
+    loop = training(init_scale=1.0, min_scale=1.0, on_min_scale="warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loop.steps(*[math.inf] * 8)
+        loop.step(*[math.inf] * 8)
         assert len(caught) == 4, "at once"
-        loop.steps(math.inf)
-    assert all(warning.filename == __file__ for warning in caught)
+        loop.step(math.inf)
+    assert all(warning.filename == take_step.__code__.co_filename for warning in caught)
     counts = [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
     assert counts == ["1", "2", "4", "8"]
     loop.step(1.0)
@@ -192,7 +177,7 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
 
 
 def test_a_static_scale() -> None:
-    loop = Loop(dynamic=False, growth_interval=1)
+    loop = training(dynamic=False, growth_interval=1)
     for value in (1.0, math.inf, 1.0, math.nan):
         loop.step(value)
         assert loop.scaler.get_scale() == 8.0
@@ -251,9 +236,9 @@ POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 
 
 def test_checkpoints_keep_the_policy() -> None:
-    loop, torchs = Loop(**POLICY), torch.amp.GradScaler("cpu")
+    loop, torchs = training(**POLICY), torch.amp.GradScaler("cpu")
     assert set(loop.scaler.state_dict()) - set(torchs.state_dict()) == {"ampfast"}
-    saved = loop.steps(math.inf).scaler.state_dict()
+    saved = loop.step(math.inf).scaler.state_dict()
     also = {"hysteresis_refill": "growth", "hysteresis_tracker": 2, "norms": [], "limits": []}
     assert saved["ampfast"] == {**POLICY, **also}
     buffer = io.BytesIO()
@@ -261,13 +246,13 @@ def test_checkpoints_keep_the_policy() -> None:
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
     for is_started in (False, True):
-        resumed = Loop(**POLICY)
+        resumed = training(**POLICY)
         if not is_started:
             resumed.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
         resumed.scaler.load_state_dict(saved)
         assert resumed.scaler.state_dict() == saved
         resumed.scaler.scale(torch.zeros(()))
-        assert resumed.steps(math.inf, math.inf).scaler.get_scale() == 4.0  # the third overflow
+        assert resumed.step(math.inf, math.inf).scaler.get_scale() == 4.0  # the third overflow
     torchs.load_state_dict(saved)
 
 
@@ -290,7 +275,7 @@ def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsR
 
 
 def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> GradScaler:
-    scaler = Loop(**arguments).steps(math.inf).scaler
+    scaler = training(**arguments).step(math.inf).scaler
     before = scaler.state_dict()
     with pytest.raises(ValueError, match=message):
         scaler.load_state_dict(saved)
@@ -310,7 +295,7 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
     ],
 )
 def test_checkpoints_of_another_policy(change: dict | None, message: str) -> None:
-    saved = Loop(**POLICY).steps(math.inf).scaler.state_dict()
+    saved = training(**POLICY).step(math.inf).scaler.state_dict()
     entry = None if change is None else {**saved["ampfast"], **change}
     assert_refused({**saved, "scale": 1.0, "ampfast": entry}, message, **POLICY)
 
@@ -318,12 +303,12 @@ def test_checkpoints_of_another_policy(change: dict | None, message: str) -> Non
 def test_checkpoints_of_another_kind_of_scaler() -> None:
     static = GradScaler("cpu", init_scale=2.0, dynamic=False).state_dict()
     assert_refused(static, "the checkpoint's scale is static, but this scaler", **POLICY)
-    saved = Loop(**POLICY).scaler.state_dict()
+    saved = training(**POLICY).scaler.state_dict()
     scaler = assert_refused(saved, "hysteresis 3 there, 1 here", init_scale=2.0)
     del saved["ampfast"]
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 8.0
-    refilled = Loop(**POLICY).steps(math.inf).scaler
+    refilled = training(**POLICY).step(math.inf).scaler
     refilled.load_state_dict(saved)
     assert refilled.state_dict()["ampfast"]["hysteresis_tracker"] == 3
     message = "dynamic=False, but the checkpoint's scale changes"
@@ -338,7 +323,7 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "copy"])
 def test_counters_survive_copies(how: str, backend: str) -> None:
-    loop = Loop(**POLICY, on_min_scale="warn", backend=backend).steps(1.0, math.inf, 1.0)
+    loop = training(**POLICY, on_min_scale="warn", backend=backend).step(1.0, math.inf, 1.0)
     kept, pickled = loop.scaler, pickle.dumps(loop.scaler)
     assert len(pickled) < 2000, "only the steps that were taken"
     loop.scaler = pickle.loads(pickled) if how == "pickle" else getattr(copy, how)(kept)

@@ -178,6 +178,53 @@ def host_reads(call: Callable[[], Any]) -> int:
     return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)
 
 
+def take_step(scaler: Any, *optimizers: Any, way: str = "step") -> None:
+    """Ends an iteration by `step` and `update`, by `step_and_update`, or after the call `way`."""
+    if way == "step_and_update":
+        scaler.step_and_update(*optimizers)
+        return
+    for optimizer in optimizers:
+        if way == "clip_grad_norm_":
+            scaler.clip_grad_norm_(optimizer, 0.5)
+        elif way == "unscale_":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, **options)
+
+
+class Training:
+    """Parameters of two zeros, an optimizer for each, their scaler, and gradients of given norms.
+
+    Attributes:
+        way: How `take_step` ends an iteration.
+    """
+
+    def __init__(
+        self, scaler: Any, make: Callable[..., Any] = adamw, count: int = 1, way: str = "step"
+    ) -> None:
+        self.scaler, self.way = scaler, way
+        self.params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(count)]
+        self.optimizers = [make([param]) for param in self.params]
+        self.param, self.optimizer = self.params[0], self.optimizers[0]
+        scaler.scale(torch.ones(()))
+
+    def backward(self, *norms: float, first: int = 0) -> None:
+        """Scaled gradients of the parameters from number `first` on."""
+        for param, norm in zip(self.params[first:], norms, strict=False):
+            param.grad = self.scaler.scale(torch.tensor([0.6, 0.8]) * norm)
+
+    def step(self, *norms: float) -> Training:
+        """Steps the first parameter, once for each norm."""
+        for norm in norms:
+            self.backward(norm)
+            take_step(self.scaler, self.optimizer, way=self.way)
+        return self
+
+
 RANKS = str(Path(dist.__file__).parent)
 
 
