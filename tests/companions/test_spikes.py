@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +17,8 @@ import pytest
 import torch
 from support.comparison import assert_same
 from support.models import Rule, random_norms
-from torch import Tensor, nn
+from support.steps import Training, adamw, take_step
+from torch import Tensor
 from torch.distributed import checkpoint
 
 import ampfast
@@ -24,81 +26,54 @@ from ampfast import Sigmas, capture
 from ampfast.backends import core
 
 WINDOW = 4
-
-
 LIMITS = [1.2, 0.0, Sigmas(2.0, 4), Sigmas(0.0, 2), Sigmas(6.0, 128), Sigmas(3.0, 5, patience=1)]
 LIMITS += [Sigmas(1.0, 7, patience=9)]
-
-
-def adam(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.1, **options)
-
-
 MAKES: dict[str, Any] = {
-    "adam": adam,
-    "fused_adam": lambda params: adam(params, fused=True),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "adam": adamw,
+    "fused_adam": partial(adamw, fused=True),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
 }
 
 
-class Loop:
-    """Parameters of two elements, each with an optimizer and a gradient of a given norm."""
+class Loop(Training):
+    """Its gradients are clipped, and each step is as the reason of its skip says."""
 
     def __init__(self, make: str = "adam", count: int = 1, **options: Any) -> None:
-        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
-        self.optimizers = [MAKES[make]([param]) for param in self.params]
-        self.param, self.optimizer = self.params[0], self.optimizers[0]
-        self.scaler = ampfast.GradScaler(
-            "cpu", **{"init_scale": 8.0, "growth_interval": 3, **options}
-        )
-
-    def load(self, norms: Any) -> None:
-        saved = self.scaler.state_dict()
-        saved["ampfast"]["norms"] = norms
-        self.scaler.load_state_dict(saved)
-
-    def backward(self, norms: Sequence[float], first: int = 0) -> None:
-        for param, norm in zip(self.params[first:], norms, strict=False):
-            param.grad = None
-            self.scaler.scale((param * torch.tensor([0.6, 0.8]) * norm).sum()).backward()
+        options = {"init_scale": 8.0, "growth_interval": 3, **options}
+        super().__init__(ampfast.GradScaler("cpu", **options), MAKES[make], count)
 
     def clip(self, norm: float, above: Any, *more: Any, which: int = 0, **options: Any) -> Tensor:
-        self.backward([norm], which)
+        self.backward(norm, first=which)
         optimizer = self.optimizers[which]
         return self.scaler.clip_grad_norm_(optimizer, 1.0, *more, skip_above=above, **options)
 
-    def step(self, norm: float, *args: Any, which: int = 0, **options: Any) -> str | None:
-        together = options.pop("together", False)
+    def clipped(self, norm: float, *args: Any, which: int = 0, **options: Any) -> str | None:
+        """Reason of the skip of a clipped step; None for one that is taken."""
         self.clip(norm, *args, which=which, **options)
-        return self.finish(together, norm != 0, range(which, which + 1))[0]
-
-    def finish(
-        self, together: bool = False, moves: bool = True, which: range | None = None
-    ) -> list[str | None]:
-        """Steps and returns the reasons of skips; checks that each step is as it says."""
-        scaler, places = self.scaler, which or range(len(self.params))
-        params = [self.params[place] for place in places]
-        optimizers = [self.optimizers[place] for place in places]
-        before = [param.detach().clone() for param in params]
-        states = [copy.deepcopy(each.state_dict()["state"]) for each in optimizers]
-        for optimizer in optimizers:
-            (scaler.step_and_update if together else scaler.step)(optimizer)
-        if not together:
-            scaler.update()
-        reasons = [scaler.skip_reason(each) for each in optimizers]
-        for place, (optimizer, reason) in enumerate(zip(optimizers, reasons, strict=True)):
-            skipped = reason is not None
-            assert scaler.step_skipped(optimizer) == skipped
-            assert scaler.found_inf(optimizer).item() == float(skipped)
-            if moves or skipped:
-                assert torch.equal(before[place], params[place]) == skipped
-            if skipped and states[place]:
-                assert_same(optimizer.state_dict()["state"], states[place])
-        return reasons
+        return self.finish(which)[0]
 
     def run(self, norms: Sequence[float], limit: Any = None, which: int = 0) -> list[str | None]:
         limit = limit or Sigmas(2.0, WINDOW)
-        return [self.step(norm, limit, which=which) for norm in norms]
+        return [self.clipped(norm, limit, which=which) for norm in norms]
+
+    def finish(self, *which: int) -> list[str | None]:
+        """Reasons of the skips of these optimizers' steps, or of all."""
+        places = which or range(len(self.params))
+        optimizers = [self.optimizers[place] for place in places]
+        before = [self.params[place].detach().clone() for place in places]
+        moves = [bool(self.params[place].grad.any()) for place in places]
+        states = [copy.deepcopy(each.state_dict()["state"]) for each in optimizers]
+        take_step(self.scaler, *optimizers, way=self.way)
+        reasons = [self.scaler.skip_reason(each) for each in optimizers]
+        for number, (optimizer, reason) in enumerate(zip(optimizers, reasons, strict=True)):
+            skipped = reason is not None
+            assert self.scaler.step_skipped(optimizer) == skipped
+            assert self.scaler.found_inf(optimizer).item() == float(skipped)
+            if moves[number]:
+                assert torch.equal(before[number], self.params[places[number]]) == skipped
+            if skipped and states[number]:
+                assert_same(optimizer.state_dict()["state"], states[number])
+        return reasons
 
     def now(self) -> tuple[float, int]:
         return self.scaler.get_scale(), self.scaler.stats().growth_tracker
@@ -118,7 +93,7 @@ PROGRAM = [
 ]
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("way", ["step", "step_and_update"])
 @pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
 @pytest.mark.parametrize(
     ("make", "in_place"),
@@ -126,14 +101,15 @@ PROGRAM = [
 )
 @backends
 def test_a_spike_is_skipped_and_leaves_the_scale(
-    backend: str, make: str, order: float, in_place: bool, together: bool
+    backend: str, make: str, order: float, in_place: bool, way: str
 ) -> None:
     loop = Loop(make, backend=backend)
+    loop.way = way
     # Norms of the other orders are smaller.
     shrink = {2.0: 1.0, math.inf: 0.8, 3.0: (0.6**3 + 0.8**3) ** (1 / 3)}[order]
     above = 20.5 * shrink
     for norm, reason, *state in PROGRAM:
-        found = loop.step(norm, above, order, in_place=in_place, together=together)
+        found = loop.clipped(norm, above, order, in_place=in_place)
         assert (found, *loop.now()) == (reason, *state)
     stats, history = loop.scaler.stats(), loop.scaler.history()
     assert (stats.steps, stats.skipped, stats.spikes) == (10, 5, 3)
@@ -152,7 +128,7 @@ def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
     for norm in random_norms(400, seed=5):
         # A new one in each step, as loops are written.
         total = loop.clip(norm, copy.copy(limit)).item()
-        (reason,) = loop.finish(moves=False)
+        (reason,) = loop.finish()
         overflows = not math.isfinite(loop.param.grad.sum())
         expected = 1.0 if overflows else rule.flag(total)
         assert reason == {0.0: None, 1.0: "overflow", core.SPIKE: "spike"}[expected]
@@ -172,7 +148,7 @@ def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order:
     program = [((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")]
     program += [((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)]
     for norms, reason in program:
-        loop.backward(norms)
+        loop.backward(*norms)
         options = {"skip_above": 20.0, "in_place": in_place}
         loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, order, **options)
         assert loop.finish() == [reason] * 2
@@ -186,7 +162,7 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
         ((math.inf, 50.0), ["overflow", "spike"], (4.0, 0)),
         ((1.0, 1.0), [None, None], (4.0, 1)),
     ):
-        loop.backward(norms)
+        loop.backward(*norms)
         for optimizer in loop.optimizers:
             loop.scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20.0)
         assert (loop.finish(), loop.now()) == (reasons, after)
@@ -196,10 +172,10 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
 def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
     loop = Loop(hysteresis=2, hysteresis_refill="finite_step", min_scale=4.0, on_min_scale="raise")
     for norm in (math.inf, 50.0, 50.0, math.inf):
-        loop.step(norm, 20.0)
+        loop.clipped(norm, 20.0)
     assert loop.now() == (4.0, 0)
     for _ in range(3):
-        assert loop.step(50.0, 20.0) == "spike"
+        assert loop.clipped(50.0, 20.0) == "spike"
 
 
 # A training goes on. Limits, norms, and what becomes of each: "." a step, "s" a spike, "o" an
@@ -232,7 +208,7 @@ def test_a_training_goes_on(name: str, backend: str) -> None:
         for norm, event in zip(norms, events, strict=True):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                assert loop.step(norm, limit) == REASONS[event]
+                assert loop.clipped(norm, limit) == REASONS[event]
             skips = skips + 1 if REASONS[event] else 0
             assert loop.scaler.stats().consecutive_skips == skips
             assert [record.filename for record in told] == [__file__] * (event == "r")
@@ -244,50 +220,46 @@ def test_a_training_goes_on(name: str, backend: str) -> None:
 # What is kept
 
 
-KEEP: dict[str, Callable[[ampfast.GradScaler], ampfast.GradScaler]] = {
-    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
-    "copy": copy.copy,
-}
+def keep(way: str, loop: Loop, into: Loop) -> None:
+    """Goes on with what is kept of a loop's scaler."""
+    if way == "copy":
+        into.scaler = copy.copy(loop.scaler)
+    elif way == "pickle":
+        into.scaler = pickle.loads(pickle.dumps(loop.scaler))
+    else:
+        into.run([3.0, 2.0] if way == "checkpoint later" else [])
+        into.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
 
 
 @pytest.mark.filterwarnings("ignore:The gradient norm stayed above")
-@pytest.mark.parametrize("way", [*KEEP, "checkpoint", "checkpoint later"])
+@pytest.mark.parametrize("way", ["pickle", "copy", "checkpoint", "checkpoint later"])
 def test_what_is_kept(way: str) -> None:
-    def keep(loop: Loop, into: Loop) -> None:
-        if way in KEEP:
-            into.scaler = KEEP[way](loop.scaler)
-            return
-        if way == "checkpoint later":
-            into.run([3.0, 2.0])
-        into.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
-
     norms = [norm for norm in random_norms(40, seed=6) if math.isfinite(norm)]
     for before in (2, 9):
         loop, other = Loop(), Loop()
         loop.run(norms[:before])
-        keep(loop, other)
+        keep(way, loop, other)
         expected = loop.run(norms[before:])
         assert other.run(norms[before:]) == expected
         assert other.norms() == loop.norms()
         assert "spike" in expected
     # A run of spikes goes on.
     loop, other, limit = Loop(), Loop(), Sigmas(6.0, WINDOW, patience=3)
-    assert loop.run([1.0, 1.1, 1.0, 1.1, 9.0, 9.0], limit)[-2:] == ["spike"] * 2
-    taken = torch.tensor([1.0, 1.1, 1.0, 1.1]).tolist()
-    assert loop.norms() == [{"norms": taken, "spikes": 2}]
-    keep(loop, other)
+    assert loop.run([*USUAL, 9.0, 9.0], limit)[-2:] == ["spike"] * 2
+    assert loop.norms() == [{"norms": torch.tensor(USUAL).tolist(), "spikes": 2}]
+    keep(way, loop, other)
     for each in (other, loop):
-        assert each.step(9.0, limit) == "spike"
+        assert each.clipped(9.0, limit) == "spike"
         with pytest.warns(UserWarning, match="new usual"):
-            assert each.step(9.0, limit) is None
+            assert each.clipped(9.0, limit) is None
 
 
 def test_another_window_takes_the_last_norms() -> None:
     loop = Loop()
     loop.run([1.0, 2.0, 3.0, 2.5, 2.6])
-    assert loop.step(2.0, Sigmas(2.0, 3)) is None
+    assert loop.clipped(2.0, Sigmas(2.0, 3)) is None
     assert [round(norm, 5) for norm in loop.norms()[0]] == [2.5, 2.6, 2.0]
-    assert loop.step(50.0, Sigmas(2.0, 3)) == "spike"
+    assert loop.clipped(50.0, Sigmas(2.0, 3)) == "spike"
 
 
 STAGE = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0]).tolist()
@@ -314,9 +286,15 @@ def test_norms_are_saved_in_the_order_of_the_first_clips(how: str, tmp_path: Pat
     assert other.run([1000.0], which=2) == [None]  # the checkpoint had no third ones
 
 
+def load_norms(loop: Loop, norms: Any, scale: float = 8.0) -> None:
+    state = loop.scaler.state_dict()
+    state["scale"], state["ampfast"]["norms"] = scale, norms
+    loop.scaler.load_state_dict(state)
+
+
 def test_checkpoints_of_any_kind() -> None:
     loop = Loop()
-    loop.step(1.0, 20.0)
+    loop.clipped(1.0, 20.0)
     theirs = torch.amp.GradScaler("cpu")
     fresh = theirs.state_dict()
     assert set(loop.scaler.state_dict()) == set(fresh), "only sigmas add to it"
@@ -324,10 +302,10 @@ def test_checkpoints_of_any_kind() -> None:
     theirs.load_state_dict(loop.scaler.state_dict())
     assert theirs.get_scale() == 8.0
     for norms in ([2.0] * 1024, [0.0] * 1000 + [2.0] * 20 + [0.0] * 4):
-        loop.load([norms])
+        load_norms(loop, [norms])
         assert loop.run([0.0, 9.0, 2.0]) == [None, "spike", None]
         assert loop.norms() == [[2.0] * WINDOW]
-    loop.load([[0.0] * 1024])
+    load_norms(loop, [[0.0] * 1024])
     loop.run([3.0])
     other = Loop(min_scale=1.0)  # norms bind to no policy
     other.scaler.load_state_dict(loop.scaler.state_dict())
@@ -349,11 +327,8 @@ def test_checkpoints_of_any_kind() -> None:
 def test_damaged_norms_are_refused(norms: Any) -> None:
     loop = Loop()
     loop.run([1.0, 2.0])
-    state = loop.scaler.state_dict()
-    state["ampfast"]["norms"] = norms
-    state["scale"] = 2.0
     with pytest.raises(ValueError, match="norms of steps taken must be lists"):
-        loop.scaler.load_state_dict(state)
+        load_norms(loop, norms, scale=2.0)
     assert loop.scaler.get_scale() == 8.0
     assert len(loop.norms()[0]) == 2
 
@@ -393,7 +368,7 @@ def test_bad_numbers(make: Callable[[], Any], error: type[Exception], text: str)
 
 def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(growth_interval=10**6)
-    loop.run([1.0, 1.1, 1.0, 1.1])
+    loop.run(USUAL)
     before = loop.norms()
     for above, options, text in (
         (-1, {}, "skip_above must be"),
@@ -403,7 +378,7 @@ def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
             loop.clip(1.0, above, **options)
         assert loop.norms() == before
         assert loop.param.grad.norm().item() == pytest.approx(8.0)
-    assert loop.step(50.0, Sigmas(2.0, WINDOW)) == "spike"
+    assert loop.clipped(50.0, Sigmas(2.0, WINDOW)) == "spike"
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
         Loop().clip(1.0, Sigmas())
@@ -413,11 +388,11 @@ def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_limits_at_their_bounds() -> None:
     loop = Loop()
-    assert loop.step(1.0, Fraction(1, 2)) == "spike"
-    assert loop.step(1.0, 10**400) is None
-    assert Loop().step(1.0, Sigmas(Fraction(13, 2)), 3.0) is None
-    assert loop.step(1.0, 0) == loop.step(0.7, 0.6) == "spike"
-    assert loop.step(1.0, Sigmas(0.0, 1024)) is None
+    assert loop.clipped(1.0, Fraction(1, 2)) == "spike"
+    assert loop.clipped(1.0, 10**400) is None
+    assert Loop().clipped(1.0, Sigmas(Fraction(13, 2)), 3.0) is None
+    assert loop.clipped(1.0, 0) == loop.clipped(0.7, 0.6) == "spike"
+    assert loop.clipped(1.0, Sigmas(0.0, 1024)) is None
     assert repr(Sigmas(Fraction(1, 2))) == "Sigmas(sigmas=0.5, window=128, patience=None)"
     loop = Loop(enabled=False)
-    assert (loop.step(50.0, 20.0), loop.scaler.stats().spikes) == (None, 0)
+    assert (loop.clipped(50.0, 20.0), loop.scaler.stats().spikes) == (None, 0)
