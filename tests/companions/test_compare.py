@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.processes import python_in
 
 from ampfast import compare
 from ampfast.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
 import sys, torch
 torch.manual_seed(int(sys.argv[1]))
@@ -62,15 +60,12 @@ for step in range(30):
     scaler.update()
 """
 )
+NOTHING = "has nothing to compare: the gradient scaler"
 # By program, what is said of it.
 WRONG = {
     "print('nothing')": "used no gradient scaler: there is nothing to compare",
-    ONE.replace(
-        '"cpu"', '"cpu", enabled=False'
-    ): "has nothing to compare: the gradient scaler is d",
-    ONE.replace("scaler.update()", "").replace(
-        "30", "1"
-    ): "has nothing to compare: the gradient scaler was never",
+    ONE.replace('"cpu"', '"cpu", enabled=False'): f"{NOTHING} is d",
+    ONE.replace("scaler.update()", "").replace("30", "1"): f"{NOTHING} was never",
     ONE + "import os\nos._exit(0)": "ended without Python's exit, as by os._exit()",
     "import ampfast, torch\n" + ONE.replace("torch.amp.", "ampfast."): "uses ampfast's scaler",
     ONE + "print('its output'); 1 / 0": "failed with torch's scaler, with exit code 1; ",
@@ -81,20 +76,9 @@ WRONG = {
 @pytest.fixture
 def compared(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Compares a program, as train.py, from the shell."""
-
-    def run(program: str, *arguments: str, launcher: tuple[str, ...] = (), text: str = "") -> Any:
-        (tmp_path / "train.py").write_text(program)
-        return subprocess.run(
-            [sys.executable, *launcher, "-m", "ampfast", "compare", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return run
+    return lambda program, *arguments: python_in(
+        tmp_path, program, "-m", "ampfast", "compare", *arguments
+    )
 
 
 def test_several_scalers_and_optimizers_with_accumulation(compared: Any) -> None:
@@ -324,9 +308,6 @@ def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
     [_, table] = text.split("scaler 3")
     assert f"losses: differ from step {steps} on: torch 2.0, ampfast 5.0" in table
     assert text.count("differ from") == 1
-
-
-# Losses in ways that are seen only as the program takes them, two threads, and what a run leaves.
 
 
 BEHIND: list[tuple[list[str], list[str], int | None]] = [

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.processes import python_in
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ampfast import watch
 from ampfast.__main__ import main
 from ampfast.watch import Record
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = """
 import torch
 from torch.amp import GradScaler
@@ -45,20 +44,7 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def python(tmp_path: Path) -> Call:
-    """Runs this Python in a folder that has the given program as train.py."""
-
-    def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "train.py").write_text(program)
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return run
+    return partial(python_in, tmp_path)
 
 
 SURROUNDINGS = """

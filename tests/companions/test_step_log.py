@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import python_in
 
 from ampfast import GradScaler, step_log
 from ampfast.step_log import StepLog
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = """
 import os
 import torch
@@ -52,15 +50,7 @@ def line(scaler: int, step: int, scale: float, skipped: str | None, norm: float 
 
 
 def run(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(TRAIN)
-    return subprocess.run(
-        [sys.executable, "-m", "ampfast", "run", *options, "train.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python_in(folder, TRAIN, "-m", "ampfast", "run", *options, "train.py", **environment)
 
 
 def test_each_step_of_a_program_has_a_line(tmp_path: Path) -> None:

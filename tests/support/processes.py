@@ -1,12 +1,32 @@
-"""Threads of torch, and whether a process runs."""
+"""Programs in a process of their own, threads of torch, and whether a process runs."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def python_in(
+    folder: Path, program: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs this Python in a folder that has the given program as train.py."""
+    (folder / "train.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @contextlib.contextmanager
