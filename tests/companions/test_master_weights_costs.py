@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.launchers import ReferenceLauncher
-from support.steps import host_reads
+from support.steps import adamw, host_reads, take_step
 
 import ampfast
 
@@ -22,8 +22,7 @@ class Run:
 
     def __init__(self, dtype: torch.dtype, fused: bool, with_scaler: bool = True) -> None:
         self.params = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size in SIZES]
-        adamw = torch.optim.AdamW(self.params, lr=0.1, fused=fused)
-        self.optimizer: Any = ampfast.master_weights_(adamw)
+        self.optimizer: Any = ampfast.master_weights_(adamw(self.params, fused=fused))
         self.scaler = ampfast.GradScaler("cpu", init_scale=4.0, enabled=with_scaler)
         self.scaler.scale(torch.ones(()))
         for _ in range(2):
@@ -36,18 +35,12 @@ class Run:
         torch.autograd.backward(self.params, [torch.full_like(p, 4.0) for p in self.params])
 
     def step(self, way: str) -> None:
-        scaler, optimizer = self.scaler, self.optimizer
-        if way == "unscale_":
-            scaler.unscale_(optimizer)
-        elif way in ("clip_grad_norm_", "in_place=False"):
-            scaler.clip_grad_norm_(optimizer, 1.0, in_place=way == "clip_grad_norm_")
-        if way == "step_and_update":
-            scaler.step_and_update(optimizer)
-        elif way == "without a scaler":
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        if way == "without a scaler":
+            self.optimizer.step()
+            return
+        if way == "in_place=False":
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0, in_place=False)
+        take_step(self.scaler, self.optimizer, way=way)
 
 
 CLIP = ["check", "clip", "unscale", "update", "narrow"]

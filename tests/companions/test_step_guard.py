@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import assert_same, started
 from support.launchers import ReferenceLauncher
+from support.steps import adamw, take_step
 from torch import Tensor, nn
 
 import ampfast
@@ -17,36 +20,13 @@ import ampfast
 STEPS = 7
 BAD = {2: math.inf, 4: math.nan}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "plain": lambda params: torch.optim.AdamW(params, lr=0.1),
-    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "fused momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "plain": adamw,
+    "fused": partial(adamw, fused=True),
+    "fused momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
 }
-
-Guarded = Callable[[Any, Any], None]
-
-
-def stepped(guard: Any, optimizer: Any) -> None:
-    guard.step(optimizer)
-    guard.update()
-
-
-def stepped_and_updated(guard: Any, optimizer: Any) -> None:
-    guard.step_and_update(optimizer)
-
-
-def unscaled_before(guard: Any, optimizer: Any) -> None:
-    guard.unscale_(optimizer)
-    stepped(guard, optimizer)
-
-
-def clipped(guard: Any, optimizer: Any) -> None:
-    guard.clip_grad_norm_(optimizer, 0.5)
-    stepped(guard, optimizer)
-
-
-WAYS: dict[str, Guarded] = {
-    each.__name__: each for each in (stepped, stepped_and_updated, unscaled_before, clipped)
-}
+# Of `take_step`.
+UNCLIPPED = ("step", "step_and_update", "unscale_")
+CLIP = "clip_grad_norm_"
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
@@ -69,7 +49,7 @@ def backward(model: nn.Module, seed: int, scale: Callable[[Tensor], Tensor] = la
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*UNCLIPPED, CLIP])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_are_those_without_a_scaler(
@@ -84,23 +64,35 @@ def test_steps_are_those_without_a_scaler(
     for seed in range(STEPS):
         backward(ours, seed, guard.scale)
         grads = [p.grad.clone() for p in ours.parameters()]
-        WAYS[way](guard, optimizer)
+        take_step(guard, optimizer, way=way)
         assert guard.step_skipped(optimizer) is (seed in BAD)
         if seed not in BAD:
             backward(theirs, seed)
-            if way == "clipped":
-                clipping = ampfast.GradScaler("cpu", init_scale=1.0)
-                clipping.scale(torch.ones(()))
-                clipping.clip_grad_norm_(plain, 0.5)
+            if way == CLIP:
+                started(ampfast.GradScaler, 1.0).clip_grad_norm_(plain, 0.5)
             plain.step()
-        elif way != "clipped":
+        elif way != CLIP:
             assert_same([p.grad for p in ours.parameters()], grads)
         assert_same(weights_of(ours), weights_of(theirs), str(seed))
     stats = guard.stats()
     assert (stats.steps, stats.skipped, stats.scale) == (STEPS, len(BAD), 1.0)
 
 
-@pytest.mark.parametrize("way", ["stepped", "stepped_and_updated", "unscaled_before"])
+@contextmanager
+def only_read(model: nn.Module, launcher: ReferenceLauncher) -> Iterator[None]:
+    """Asserts that a block reads the gradients once and writes nothing."""
+    grads = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters()]
+    launcher.launches.clear()
+    launcher.read = launcher.written = 0
+    yield
+    assert launcher.read == sum(grad.nbytes for grad, *_ in grads)
+    assert launcher.written == 0
+    for grad, version, values in grads:
+        assert grad._version == version
+        assert_same(grad, values)
+
+
+@pytest.mark.parametrize("way", UNCLIPPED)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_are_read_once_and_never_written(
     name: str, way: str, launcher: ReferenceLauncher
@@ -111,17 +103,10 @@ def test_gradients_are_read_once_and_never_written(
     optimizer.register_step_pre_hook(lambda each, *_: given.append(vars(each).get("grad_scale")))
     for seed in range(2):
         backward(model, seed, guard.scale)
-        grads = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters()]
-        launcher.launches.clear()
-        launcher.read = launcher.written = 0
-        WAYS[way](guard, optimizer)
-        expected = ["check"] if way == "stepped_and_updated" else ["check", "update"]
+        with only_read(model, launcher):
+            take_step(guard, optimizer, way=way)
+        expected = ["check"] if way == "step_and_update" else ["check", "update"]
         assert launcher.launches == expected
-        assert launcher.read == sum(grad.nbytes for grad, *_ in grads)
-        assert launcher.written == 0
-        for grad, version, values in grads:
-            assert grad._version == version
-            assert_same(grad, values)
     assert given == [None, None]
 
 
@@ -139,35 +124,30 @@ def test_a_loss_is_returned_as_it_is(track: str | None) -> None:
     for wrong in (1.0, [loss, None]):
         with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
             guard.scale(wrong)
-    plain = ampfast.GradScaler("cpu", init_scale=1.0, dynamic=False)
-    plain.scale(loss)
-    assert plain.scale(loss) is loss
+    assert started(ampfast.GradScaler, 1.0, dynamic=False).scale(loss) is loss
     disabled = ampfast.StepGuard("cpu", enabled=False)
     assert disabled.scale(loss) is loss
     assert disabled.get_scale() == 1.0
 
 
 def test_the_scale_stays_1() -> None:
-    guard = ampfast.StepGuard("cpu")
+    guard, other = ampfast.StepGuard("cpu"), started(ampfast.GradScaler, dynamic=False)
     guard.scale(torch.ones(()))
-    for value in (2.0, torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="this scaler's scale is always 1, got"):
-            guard.update(value)
-    with pytest.raises(ValueError, match="never changes: it takes no backoff_factor"):
-        guard.set_backoff_factor(0.5)
-    with pytest.raises(ValueError, match="never changes: it takes no growth_interval"):
-        guard.set_growth_interval(1)
-    ampfast.StepGuard("cpu", enabled=False).set_growth_interval(1)
-    other = ampfast.GradScaler("cpu", init_scale=8.0, dynamic=False)
-    other.scale(torch.ones(()))
-    before = guard.state_dict()
-    with pytest.raises(ValueError, match=r"always 1, but the checkpoint's is 8\.0"):
-        guard.load_state_dict(other.state_dict())
     dynamic = ampfast.GradScaler("cpu", init_scale=1.0)
-    with pytest.raises(ValueError, match="made with dynamic=False, but"):
-        guard.load_state_dict(dynamic.state_dict())
+    before = guard.state_dict()
+    for call, value, text in (
+        (guard.update, 2.0, "this scaler's scale is always 1, got"),
+        (guard.update, torch.tensor(1.0), "this scaler's scale is always 1, got"),
+        (guard.set_backoff_factor, 0.5, "never changes: it takes no backoff_factor"),
+        (guard.set_growth_interval, 1, "never changes: it takes no growth_interval"),
+        (guard.load_state_dict, other.state_dict(), r"always 1, but the checkpoint's is 8\.0"),
+        (guard.load_state_dict, dynamic.state_dict(), "made with dynamic=False, but"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call(value)
     assert guard.state_dict() == before
     guard.load_state_dict(before)
+    ampfast.StepGuard("cpu", enabled=False).set_growth_interval(1)
     for name in ("init_scale", "min_scale", "growth_interval", "backoff_factor"):
         with pytest.raises(TypeError, match=f"StepGuard.* unexpected keyword argument '{name}'"):
             ampfast.StepGuard("cpu", **{name: 2})
@@ -181,20 +161,14 @@ def test_a_norm_that_clips_nothing_is_only_read(name: str, launcher: ReferenceLa
         backward(model, 0, guard.scale)
         for param in model.parameters():
             param.grad = param.grad * factor
-        before = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters()]
-        launcher.written = launcher.read = 0
-        guard.clip_grad_norm_(optimizer, math.inf, skip_above=100.0)
-        assert launcher.written == 0
-        assert launcher.read == sum(grad.nbytes for grad, *_ in before)
-        for grad, version, values in before:
-            assert grad._version == version
-            assert_same(grad, values)
-        stepped(guard, optimizer)
+        with only_read(model, launcher):
+            guard.clip_grad_norm_(optimizer, math.inf, skip_above=100.0)
+        take_step(guard, optimizer)
         assert guard.skip_reason(optimizer) == reason
 
 
 @pytest.mark.parametrize("options", [{}, {"track": "norms"}, {"skip_above": 1.0}], ids=str)
-@pytest.mark.parametrize("call", ["step", "unscale_", "clip"])
+@pytest.mark.parametrize("call", ["step", "unscale_", CLIP])
 def test_float16_gradients_are_refused_with_every_option(options: Any, call: str) -> None:
     """Also where they are not written."""
     param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
@@ -202,10 +176,6 @@ def test_float16_gradients_are_refused_with_every_option(options: Any, call: str
     for allow in (False, True):
         guard = ampfast.StepGuard("cpu", allow_fp16=allow, **options)
         guard.scale(torch.ones(()))
-        given = (optimizer, math.inf) if call == "clip" else (optimizer,)
-        method = getattr(guard, "clip_grad_norm_" if call == "clip" else call)
-        if allow:
-            method(*given)
-            continue
-        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            method(*given)
+        text = "Attempting to unscale FP16 gradients"
+        with nullcontext() if allow else pytest.raises(ValueError, match=text):
+            getattr(guard, call)(optimizer, *[math.inf] * (call == CLIP))
