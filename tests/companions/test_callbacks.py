@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.steps import Training
 
 import ampfast
 from ampfast import GradScaler
@@ -93,23 +94,14 @@ def test_figures_are_logged_where_the_trainer_logs(
     kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaler = GradScaler("cpu", init_scale=8.0, track="overflow", skip_above=10.0)
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-
-    def train(gradient: float) -> None:
-        optimizer.zero_grad()
-        scaler.scale(weight * gradient).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    train(math.inf)  # before the trainer begins
+    training = Training(scaler).step(math.inf)  # before the trainer begins
     trainer = kind(scaler)
     ampfast.callbacks.attach(trainer, prefix="amp/")
     trainer.begin()
     trainer.end_batch(0)
     with caplog.at_level(logging.WARNING, "ampfast"):
         for steps, gradient in enumerate([3.0, 2.0, 20.0, 1.0, math.inf, 1.5], start=1):
-            train(gradient)
+            training.step(gradient)
             trainer.end_batch(steps)
             trainer.end_batch(steps)  # whose gradients accumulate
     names = ("steps", "skipped", "overflows", "spikes", "skipped_share", "log2_scale")
@@ -130,16 +122,12 @@ def test_figures_are_logged_where_the_trainer_logs(
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_scaler_that_is_not_ampfasts_is_refused_before_training(kind: Any) -> None:
-    trainer = kind(torch.amp.GradScaler("cpu"))
-    ampfast.callbacks.attach(trainer)
-    with pytest.raises(
-        TypeError, match=r"scaler is GradScaler, not one of ampfast: call amp.*patch"
-    ):
-        trainer.begin()
-    trainer = kind(None)
-    ampfast.callbacks.attach(trainer)
-    with pytest.raises(TypeError, match="scaler is NoneType"):
-        trainer.begin()
+    for scaler, name in ((torch.amp.GradScaler("cpu"), "GradScaler"), (None, "NoneType")):
+        trainer = kind(scaler)
+        ampfast.callbacks.attach(trainer)
+        text = rf"scaler is {name}, not one of ampfast: call amp.*patch"
+        with pytest.raises(TypeError, match=text):
+            trainer.begin()
 
 
 def test_another_trainer_is_refused() -> None:

@@ -1,6 +1,7 @@
 """`python -m ampfast info`: package and machine."""
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ KINDS = {
     "backends": list,
     "AMPFAST_BACKEND": str | None,
 }
+CPU = ("device", "name", "threads", "memory_bytes", "capability", "backend", "error")
 
 
 def test_structure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,24 +28,20 @@ def test_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.keys() == KINDS.keys()
     for key, kind in KINDS.items():
         assert isinstance(facts[key], kind), key
-    assert facts["schema"] == info.SCHEMA
+    assert (facts["schema"], facts["AMPFAST_BACKEND"]) == (info.SCHEMA, None)
     versions = ("ampfast", "python", "platform", "torch", "cuda", "hip", "triton")
     assert tuple(facts["versions"]) == versions
     assert facts["versions"]["torch"] == torch.__version__
-    assert facts["AMPFAST_BACKEND"] is None
-    names = ("device", "name", "threads", "memory_bytes", "capability", "backend", "error")
     cpu = facts["devices"][0]
-    assert tuple(cpu) == names
+    assert tuple(cpu) == CPU
     assert (cpu["device"], cpu["threads"], cpu["error"]) == ("cpu", torch.get_num_threads(), None)
     assert cpu["backend"] == backends.default_for(torch.device("cpu"))
     # Headers lack the build metadata of torch's version, as in 2.13.0+cpu.
     assert torch.__version__.startswith(facts["extension"]["torch"].partition("+")[0])
     for found, report in zip(facts["backends"], backends.report(), strict=True):
-        assert found["name"] == report.name
-        assert (found["available"], found["reason"]) == (report.available, report.reason)
-    # Each required key is present.
+        assert found == {**asdict(report), "device_types": list(report.device_types)}
     documented = info.collect.__doc__
-    nested = [*facts["versions"], *facts["extension"], *facts["devices"][0], *facts["backends"][0]]
+    nested = [*facts["versions"], *facts["extension"], *cpu, *facts["backends"][0]]
     assert [key for key in [*facts, *nested] if f"``{key}``" not in documented] == []
 
 
@@ -66,12 +64,10 @@ def test_text_has_every_fact() -> None:
 def test_backend_of_the_environment_that_cannot_run(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = "nonsense"
-    if kind == "unavailable":
-        unavailable = [report.name for report in backends.report() if not report.available]
-        if not unavailable:
-            pytest.skip("every backend is available here")
-        name = unavailable[0]
+    unavailable = [report.name for report in backends.report() if not report.available]
+    if kind == "unavailable" and not unavailable:
+        pytest.skip("every backend is available here")
+    name = "nonsense" if kind == "unknown" else unavailable[0]
     monkeypatch.setenv("AMPFAST_BACKEND", name)
     facts = info.collect()
     assert facts["AMPFAST_BACKEND"] == name
@@ -79,29 +75,24 @@ def test_backend_of_the_environment_that_cannot_run(
     assert cpu["backend"] is None
     assert name in cpu["error"]
     assert command_line.main(["info"]) == 0
-    output = capsys.readouterr().out
-    assert f"no backend: {cpu['error']}" in output
+    assert f"no backend: {cpu['error']}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("described", [True, False], ids=["described", "not described"])
 def test_accelerators_are_listed(described: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="Some Card", total_memory=3 * 2**30, major=9, minor=0)
-    module = SimpleNamespace()
-    if described:
-        module.get_device_properties = lambda device: properties
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
-    )
+    known = {"get_device_properties": lambda device: properties} if described else {}
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**known))
     monkeypatch.setattr(backends, "default_for", lambda device: f"for {device}")
     facts = info.collect()
     assert [device["device"] for device in facts["devices"]] == ["cpu", "cuda:0", "cuda:1"]
     card = facts["devices"][2]
+    expected = (3 * 2**30, "9.0", "Some Card") if described else (None, None, "cuda")
+    assert (card["memory_bytes"], card["capability"], card["name"]) == expected
     assert card["backend"] == "for cuda:1"
-    assert card["memory_bytes"] == (3 * 2**30 if described else None)
-    assert card["capability"] == ("9.0" if described else None)
-    assert card["name"] == ("Some Card" if described else "cuda")
     line = next(line for line in info.describe(facts).splitlines() if "cuda:1" in line)
     assert ("3.0 GiB, compute capability 9.0" in line) is described
 
