@@ -131,8 +131,17 @@ def test_difference_with_its_step_and_picture(compared: Any, tmp_path: Path) -> 
 # What is said, from records as `run` writes them.
 
 
-def record(losses: list[float], own: float = 50.0, **changed: Any) -> dict[str, Any]:
+def record(losses: list[float], /, own: float = 50.0, **changed: Any) -> dict[str, Any]:
+    """Of a run with these losses; `changed` are kinds of values, or other entries."""
     steps = len(losses)
+    values = {
+        "losses": [[step, loss] for step, loss in enumerate(losses)],
+        "elements": [],
+        "scales": [[step, 65536.0] for step in range(steps)],
+        "skips": [[step, 0.0] for step in range(steps)],
+        "weights": [[steps - 1, 42]],
+    }
+    values |= {name: changed.pop(name) for name in values.keys() & changed.keys()}
     return {
         "is_ampfast": False,
         "final_scale": 65536.0,
@@ -142,13 +151,7 @@ def record(losses: list[float], own: float = 50.0, **changed: Any) -> dict[str, 
         "threads": [1],
         "medians": {"own": own, "step": 1000.0, "share": own / 1000},
         "times": {"own": [own] * steps, "step": [], "gpu": []},
-        "values": {
-            "losses": [[step, loss] for step, loss in enumerate(losses)],
-            "elements": [],
-            "scales": [[step, 65536.0] for step in range(steps)],
-            "skips": [[step, 0.0] for step in range(steps)],
-            "weights": [[steps - 1, 42]],
-        },
+        "values": values,
         **changed,
     }
 
@@ -173,13 +176,6 @@ def say(
     return run
 
 
-def changed(name: str, values: list[list[Any]], steps: int = 3) -> dict[str, Any]:
-    """Record with losses of 1, in which one kind of value is another."""
-    one = record([1.0] * steps)
-    one["values"][name] = values
-    return one
-
-
 def in_threads(*losses: list[float]) -> list[dict[str, Any]]:
     """Records of as many threads, in the order in which they met their scalers."""
     return [record(each, threads=[number]) for number, each in enumerate(losses)]
@@ -190,14 +186,13 @@ def of_gpu(gpu: float, waits: int) -> dict[str, Any]:
     return record([1.0] * 9, medians=medians, waits=waits)
 
 
-NAN, NINE, FORTY = float("nan"), [1.0] * 9, [1.0] * 40
+NAN, NINE, FORTY, ONES = float("nan"), [1.0] * 9, [1.0] * 40, [1.0] * 3
 BUSY = {"own": 9.0, "step": 4500.0, "share": 0.01}
 QUICK, SLOW, EQUAL = record(NINE, own=15.0), record(NINE, own=60.0), "is equal bit for bit."
 TELL = "The times tell nothing: without the scaler, the steps of the runs differ 4.6 times"
 SAYS, NO_MORE = "So a difference from ampfast says nothing.", [[0, 1.0], [1, 1.0]]
 LATER, BROKEN = record([*([1.0] * 30), *([2.0] * 10)]), record([*FORTY[:24], *([3.0] * 16)])
 TWO, THREE, OF_NAN, OF_FIVE = (record([1.0, each]) for each in (2.0, 3.0, NAN, 5.0))
-ONES = record([1.0] * 3)
 
 
 class Said(NamedTuple):
@@ -239,7 +234,9 @@ SAID = {
     "busy": Said(QUICK, QUICK, 0, [TELL], (record([1.0], medians=BUSY),)),
     "ours busy": Said(QUICK, record(NINE, medians=BUSY), 0, [TELL]),
     "ends earlier": Said(record(NINE), record(NINE[1:]), 1, []),
-    "no losses": Said(*[changed("losses", [])] * 2, 0, ["no losses seen: scale() was given none"]),
+    "no losses": Said(
+        *([record(ONES, losses=[])] * 2), 0, ["no losses seen: scale() was given none"]
+    ),
     "slower": Said(QUICK, SLOW, 0, ["4.00x slower", "it does not matter"]),
     "faster": Said(SLOW, QUICK, 0, ["4.00x faster"]),
     "gpu": Said(
@@ -248,22 +245,22 @@ SAID = {
     ),
     "weights of a shorter run": Said(
         *(record(FORTY), record(FORTY), 0, ["of 20 steps, equals the first."]),
-        *((changed("weights", [[19, 7]], 20),), (None, None, 20)),
+        *((record(FORTY[:20], weights=[[19, 7]]),), (None, None, 20)),
     ),
     "last weights": Said(
-        *(record(FORTY), changed("weights", [[39, 7]], 40), 1),
+        *(record(FORTY), record(FORTY, weights=[[39, 7]]), 1),
         *(["weights: differ at the end, step 40"], (), (None,) * 4),
     ),
     "elements": Said(
-        *(changed("elements", [[1, 5]]), changed("elements", [[1, 6]]), 1),
+        *(record(ONES, elements=[[1, 5]]), record(ONES, elements=[[1, 6]]), 1),
         ["elements: differ in a loss of several, step 2"],
     ),
     "more": Said(
-        *(ONES, changed("losses", [*NO_MORE, [1, 1.0], [2, 1.0]]), 1),
+        *(record(ONES), record(ONES, losses=[*NO_MORE, [1, 1.0], [2, 1.0]]), 1),
         ["losses: differ in number at step 2: torch none, ampfast 1.0"],
     ),
     "fewer": Said(
-        *(ONES, changed("losses", NO_MORE), 1),
+        *(record(ONES), record(ONES, losses=NO_MORE), 1),
         ["losses: differ in number at step 3: torch 1.0, ampfast none"],
     ),
 }
@@ -310,15 +307,15 @@ def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
     assert text.count("differ from") == 1
 
 
-BEHIND: list[tuple[list[str], list[str], int | None]] = [
-    (["--lr", "1", "--steps", "5"], ["--lr", "1"], 5),
-    (["--steps=5", "--ste", "4", "x"], ["--ste", "4", "x"], 5),
-    (["--lr", "--", "--steps", "5", "--", "y"], ["--lr", "--steps", "5", "--", "y"], None),
-    (["--", "--steps", "5"], ["--steps", "5"], None),
-]
-
-
-@pytest.mark.parametrize(("arguments", "rest", "steps"), BEHIND)
+@pytest.mark.parametrize(
+    ("arguments", "rest", "steps"),
+    [
+        (["--lr", "1", "--steps", "5"], ["--lr", "1"], 5),
+        (["--steps=5", "--ste", "4", "x"], ["--ste", "4", "x"], 5),
+        (["--lr", "--", "--steps", "5", "--", "y"], ["--lr", "--steps", "5", "--", "y"], None),
+        (["--", "--steps", "5"], ["--steps", "5"], None),
+    ],
+)
 def test_options_behind_the_script(
     arguments: list[str], rest: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -49,6 +50,29 @@ def float16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(accelerate.Accelerator, "native_amp", always, raising=False)
+
+
+@pytest.fixture
+def fastai_on_cpu(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    basics = pytest.importorskip("fastai.basics", reason="needs fastai")
+    monkeypatch.setattr(basics.defaults, "use_cuda", False)
+
+
+@pytest.fixture
+def mmengine_on_cpu(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets MMEngine scale, for which it needs a GPU."""
+    name = "mmengine.optim.optimizer.amp_optimizer_wrapper"
+    wrapper = pytest.importorskip(name, reason="needs mmengine")
+    monkeypatch.setattr(wrapper, "is_cuda_available", lambda: True)
+
+
+@pytest.fixture(autouse=True)
+def _accelerates_state_is_forgotten() -> Iterator[None]:
+    """That of an accelerator, which the next one of the process would share."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

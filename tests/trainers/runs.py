@@ -220,7 +220,8 @@ def in_halves(train: Callable[[Part], None], case: Case, folder: Path, ours: boo
     second = Part(case, ours, every[STEPS // 2 :], folder, resumes=True)
     train(first)
     train(second)
-    state = second.state() if case.has_masters else {**second.state(), "more": second.more}
+    more = first.more + second.more
+    state = second.state() if case.has_masters else {**second.state(), "more": more}
     return Run(first.losses + second.losses, first.scales + second.scales, state)
 
 
@@ -278,23 +279,3 @@ def assert_same_run(train: Callable[[Part], None], case: Case, folder: Path) -> 
     assert len(ours.losses) == STEPS
     changes = [b / a for a, b in pairwise(ours.scales)]
     assert min(changes.count(0.5), changes.count(2.0)) >= 2 or not case.scaled
-
-
-def late_by_hand(model: nn.Module, optimizer: Any, scheduler: Any, clip: float | None) -> list[Any]:
-    """Losses and rates with torch's scaler and an exact schedule that is one iteration late."""
-    scaler, found, ran = TorchScaler("cpu", **SETTINGS), [], False
-    for data, target in batches():
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(data), target)
-        scaler.scale(loss).backward()
-        if clip is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        found.append((loss.item(), scheduler.get_last_lr()[0]))
-        scaler.step(optimizer)
-        before = scaler.get_scale()
-        scaler.update()
-        if ran:
-            scheduler.step()
-        ran = scaler.get_scale() >= before
-    return found

@@ -5,24 +5,14 @@ It uses none on the CPU; these tests set its `native_amp` to take the path of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import (
-    CASES,
-    SETTINGS,
-    STEPS,
-    Case,
-    Net,
-    Part,
-    assert_same_run,
-    batches,
-    late_by_hand,
-    optimizer_for,
-)
+from runs import CASES, STEPS, Case, Part, assert_same_run, batches, in_halves, optimizer_for
 from support.comparison import TorchScaler
 from torch import nn
 
@@ -31,13 +21,6 @@ import ampfast
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
 fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils", reason="needs accelerate")
 modeling = pytest.importorskip("accelerate.utils.modeling", reason="needs accelerate")
-
-
-@pytest.fixture(autouse=True)
-def _its_state_is_forgotten() -> Iterator[None]:
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
 
 
 def accelerator_with(scaler: TorchScaler | None, **settings: Any) -> Any:
@@ -49,18 +32,27 @@ def accelerator_with(scaler: TorchScaler | None, **settings: Any) -> Any:
     return accelerator
 
 
-def train(part: Part) -> None:
+def train(part: Part, late: bool = False) -> None:
+    """Trains, with a `LateScheduler` if `late`."""
     accelerator = accelerator_with(part.make_scaler() if part.case.scaled else None)
-    model, optimizer = accelerator.prepare(part.model, part.make_optimizer())
+    plain = part.make_optimizer()
+    if late:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(plain, gamma=0.99)
+        schedule = ampfast.LateScheduler(schedule, part.scaler, plain)
+        accelerator.register_for_checkpointing(schedule)
+    model, optimizer = accelerator.prepare(part.model, plain)
     if part.resumes:
         accelerator.load_state(str(part.folder))
     for data, target in part.batches:
+        rate = plain.param_groups[0]["lr"]
         optimizer.zero_grad()
         accelerator.backward(part.loss(model(data), target))
         if part.case.clip is not None:
             accelerator.clip_grad_norm_(model.parameters(), part.case.clip)
         optimizer.step()
-        part.more.append(accelerator.optimizer_step_was_skipped)
+        part.more.append((rate, accelerator.optimizer_step_was_skipped))
+        if late:
+            schedule.step()
     accelerator.save_state(str(part.folder))
 
 
@@ -74,33 +66,13 @@ def test_runs(case: Case, tmp_path: Path) -> None:
 def test_a_late_schedule(
     name: str, clip: float | None, tmp_path: Path, step_reads: list[int]
 ) -> None:
-    """A run whose second half new objects resume, with `LateScheduler`."""
-    found = []
-    for half in range(2):
-        accelerator = accelerator_with(ampfast.GradScaler("cpu", **SETTINGS))
-        model = Net()
-        optimizer = optimizer_for(model, name)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
-        scheduler = ampfast.LateScheduler(scheduler, accelerator.scaler, optimizer)
-        accelerator.register_for_checkpointing(scheduler)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        if half:
-            accelerator.load_state(str(tmp_path))
-        for data, target in list(batches())[half * STEPS // 2 :][: STEPS // 2]:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(data), target)
-            accelerator.backward(loss)
-            if clip is not None:
-                accelerator.clip_grad_norm_(model.parameters(), clip)
-            found.append((loss.item(), scheduler.get_last_lr()[0]))
-            optimizer.step()
-            scheduler.step()
-        accelerator.save_state(str(tmp_path))
-    model = Net()
-    optimizer = optimizer_for(model, name)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
-    assert found == late_by_hand(model, optimizer, scheduler, clip)
-    assert len({rate for _, rate in found}) < STEPS - 1
+    """It is the exact one of an iteration earlier, also where its second half is resumed."""
+    run = in_halves(partial(train, late=True), Case(torch.float32, name, clip), tmp_path)
+    expected = [0.02] * 2
+    for scale, following in pairwise(run.scales[:-1]):
+        expected.append(expected[-1] * (0.99 if following >= scale else 1.0))
+    assert [rate for rate, _ in run.state["more"]] == expected
+    assert len(set(expected)) < STEPS - 1
     if name == "fused_adamw":  # the first one may try the fused kernel
         assert step_reads[1:] == [0] * (STEPS - 1)
 
@@ -111,16 +83,6 @@ def test_the_scalers_that_it_makes_are_patched() -> None:
         assert isinstance(made, ampfast.GradScaler)
     sharded = modeling.get_grad_scaler(accelerate.DistributedType.FSDP)
     assert isinstance(sharded, ampfast.ShardedGradScaler)
-
-
-@pytest.mark.usefixtures("float16_on_cpu")
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_accelerate.py")
-
-
-def test_example_refuses_a_cpu(run_example: Callable[[str], str]) -> None:
-    with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
-        run_example("with_accelerate.py")
 
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["", "clip"])

@@ -32,9 +32,7 @@ BLOCKS = re.findall(r"(?:^ {4}.*\n)+", PAGE, re.MULTILINE)
 
 
 class Setting(NamedTuple):
-    """Gradients averaged over ranks or each rank's own, and Accelerate's settings."""
-
-    averages: bool
+    averages: bool  # of gradients over ranks; else each rank has its own
     splits: bool
     accumulation: int
 
@@ -76,28 +74,23 @@ def train(
     model = accelerator.prepare_model(model, evaluation_mode=not setting.averages)
     optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
 
-    def state() -> Any:
-        return list(model.parameters()), optimizer.state_dict()
-
     kept, skipped, epochs = [], [], []
     for step, (data, target) in enumerate(loader):
-        before = deepcopy(state())
+        before = deepcopy(list(model.parameters()))
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(data), target)
             accelerator.backward(planted(loss, model, step) if bad and dist.get_rank() else loss)
             optimizer.step()
-            after = state()
-            if not before[1]["state"]:  # which a fused step makes, also where it is skipped
-                before, after = before[0], after[0]
             if accelerator.sync_gradients:
-                kept.append(difference(before, after) is None)
+                kept.append(difference(before, list(model.parameters())) is None)
                 skipped.append(optimizer.step_was_skipped)
             if accelerator.sync_gradients or not late:
                 scheduler.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             epochs.append(scheduler.scheduler.last_epoch)
-    return kept, skipped, epochs, scheduler.state_dict(), accelerator.scaler.state_dict(), state()
+    state = list(model.parameters()), optimizer.state_dict()
+    return kept, skipped, epochs, scheduler.state_dict(), accelerator.scaler.state_dict(), state
 
 
 def compared(setting: Setting) -> list[tuple[Any, ...]]:

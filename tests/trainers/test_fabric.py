@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from runs import CLIPS_NO_FUSED, Case, Part, assert_same_run
-from torch import distributed
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import ampfast
@@ -53,26 +50,10 @@ def test_the_scaler_that_it_makes_is_patched() -> None:
     assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
 
 
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_fabric.py")
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("plugins", [plugins, pytorch], ids=["fabric", "trainer"])
-@pytest.mark.usefixtures("one_rank", "cuda_on_cpu", "patched")
+@pytest.mark.usefixtures("world", "cuda_on_cpu", "patched")
 def test_the_sharded_scaler_that_it_makes_is_patched(plugins: object) -> None:
     assert isinstance(plugins.FSDPPrecision("16-mixed").scaler, ampfast.ShardedGradScaler)
     # If this fails, the argument works, and example and documentation can say so.
     with pytest.raises(ValueError, match="does not use a scaler"):
         plugins.FSDPPrecision("16-mixed", scaler=ShardedGradScaler("cpu"))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Fabric has FSDP for GPUs only")
-def test_sharded_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_fabric_fsdp.py")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ basics = pytest.importorskip("fastai.basics", reason="needs fastai")
 training = pytest.importorskip("fastai.callback.training", reason="needs fastai")
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(basics.defaults, "use_cuda", False)
+pytestmark = pytest.mark.usefixtures("fastai_on_cpu")
 
 
 def callback_of_the_docs() -> Any:
@@ -81,7 +78,3 @@ def train(part: Part) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_runs(case: Case, tmp_path: Path) -> None:
     assert_same_run(train, case, tmp_path)
-
-
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_fastai.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,22 +149,16 @@ class Memory(loggers.DummyLogger):
 
 
 def test_figures_in_its_loggers() -> None:
-    memory = Memory()
-    scaler = ampfast.GradScaler("cpu", **SETTINGS)
+    memory, scaler = Memory(), ampfast.GradScaler("cpu", **SETTINGS)
     fit = trainer(scaler, logger=memory, log_every_n_steps=2)
     ampfast.callbacks.attach(fit)
     fit.fit(Scheduled("adam"), loader(batches()))
-    assert [step for step, _ in memory.rows] == list(range(2, STEPS + 1, 2))
-    for step, figures in memory.rows:
-        assert figures["scaler/steps"] == step
-    skipped = sum(figures["scaler/skipped"] for _, figures in memory.rows)
+    logged = [step for step, _ in memory.rows]
+    assert logged == [row["scaler/steps"] for _, row in memory.rows] == [*range(2, STEPS + 1, 2)]
+    skipped = sum(row["scaler/skipped"] for _, row in memory.rows)
     assert skipped == scaler.stats().skipped >= len(PLANTED)
 
 
 @pytest.mark.usefixtures("patched")
 def test_the_scaler_that_it_makes_is_patched() -> None:
     assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
-
-
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_lightning.py")

@@ -5,7 +5,7 @@ It refuses to scale without a GPU; these tests skip that check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +24,7 @@ wrapper = pytest.importorskip(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu_is_needed(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper, "is_cuda_available", lambda: True)
+pytestmark = pytest.mark.usefixtures("mmengine_on_cpu")
 
 
 @pytest.mark.usefixtures("patched")
@@ -76,7 +74,3 @@ def test_runs(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     half = partial(torch.autocast, "cpu", torch.float16)
     monkeypatch.setattr(amp, "autocast", lambda dtype: half())
     assert_same_run(train, case, tmp_path)
-
-
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_mmengine.py")

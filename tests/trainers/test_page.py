@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 import ampfast
 
@@ -19,6 +21,10 @@ PROGRAMS = [
     if block.lstrip().startswith("import ") and "LateScheduler" in block
 ]
 TABLE = re.findall(r"^\| \[.*?\]\((.*?)\) \|.*\| (\S+) (\S+) \|$", TEXT, re.MULTILINE)
+EXAMPLES = sorted((ROOT / "examples" / "trainers").glob("*.py"))
+# Fixtures with which examples run on a CPU.
+ON_CPU = dict.fromkeys(("accelerate", "transformers", "trl"), "float16_on_cpu")
+ON_CPU |= {name: f"{name}_on_cpu" for name in ("fastai", "mmengine")}
 # Dependencies of trainers.
 BESIDES = {"pytest", "torchvision"}
 
@@ -26,7 +32,6 @@ BESIDES = {"pytest", "torchvision"}
 @pytest.mark.usefixtures("float16_on_cpu")
 @pytest.mark.parametrize("program", PROGRAMS, ids=["accelerate", "transformers"])
 def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = pytest.importorskip("accelerate.state", reason="needs accelerate")
     pytest.importorskip("transformers", reason="needs transformers")
     made: list[ampfast.GradScaler] = []
 
@@ -35,16 +40,8 @@ def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch)
             super().__init__(device, init_scale=2.0**24)
             made.append(self)
 
-    def forget() -> None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-
     monkeypatch.setattr(ampfast, "GradScaler", Overflowing)
-    forget()  # what the trainer of another test left
-    try:
-        exec(compile(program, PAGE, "exec"), {"__name__": "__main__"})
-    finally:
-        forget()
+    exec(compile(program, PAGE, "exec"), {"__name__": "__main__"})
     assert [scaler.stats().steps for scaler in made] == [16]
     assert 2 <= made[0].stats().skipped < 14
 
@@ -57,8 +54,28 @@ def test_versions() -> None:
     }
 
 
-def test_examples() -> None:
-    examples = (ROOT / "examples" / "trainers").glob("*.py")
-    assert sorted(link for link, _, _ in TABLE) == sorted(
-        f"../{path.relative_to(ROOT).as_posix()}" for path in examples
-    )
+def test_links() -> None:
+    assert sorted(link for link, _, _ in TABLE) == [
+        f"../{path.relative_to(ROOT).as_posix()}" for path in EXAMPLES
+    ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example(
+    path: Path, request: pytest.FixtureRequest, run_example: Callable[[str], str]
+) -> None:
+    name = path.stem.removeprefix("with_")
+    library = "lightning" if "fabric" in name else name
+    pytest.importorskip(library, reason=f"needs {library}")
+    if name == "fabric_fsdp" and not torch.cuda.is_available():
+        pytest.skip("Fabric has FSDP for GPUs only")
+    if name in ON_CPU:
+        request.getfixturevalue(ON_CPU[name])
+    assert "steps=4" in run_example(path.name)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_an_example_refuses_a_cpu(name: str, run_example: Callable[[str], str]) -> None:
+    pytest.importorskip(name, reason=f"needs {name}")
+    with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
+        run_example(f"with_{name}.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,3 @@ def train(part: Part) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_runs(case: Case, tmp_path: Path) -> None:
     assert_same_run(train, case, tmp_path)
-
-
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_timm.py")

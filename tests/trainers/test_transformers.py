@@ -171,13 +171,3 @@ def test_the_scaler_that_it_makes_is_patched(monkeypatch: pytest.MonkeyPatch) ->
     arguments = transformers.TrainingArguments(fp16=True, use_cpu=True, report_to="none")
     trainer = transformers.Trainer(Model(plain), arguments)
     assert isinstance(trainer.accelerator.scaler, ampfast.GradScaler)
-
-
-@pytest.mark.usefixtures("float16_on_cpu")
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_transformers.py")
-
-
-def test_example_refuses_a_cpu(run_example: Callable[[str], str]) -> None:
-    with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
-        run_example("with_transformers.py")

@@ -6,7 +6,6 @@ It uses none on the CPU; these tests set its `native_amp` to take the path of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,3 @@ def test_runs(optim: str, tmp_path: Path, step_reads: list[int]) -> None:
     assert 2 <= scaler.stats().skipped == sum(not math.isfinite(norm) for _, norm, *_ in ours[0])
     if optim == "adamw_torch_fused":  # the first one may try the fused kernel
         assert reads[1:] == step_reads[STEPS + 1 :] == [0] * (STEPS - 1)
-
-
-@pytest.mark.usefixtures("float16_on_cpu")
-def test_example(run_example: Callable[[str], str]) -> None:
-    assert "steps=4" in run_example("with_trl.py")
