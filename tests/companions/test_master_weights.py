@@ -259,10 +259,6 @@ def saved(value: Any) -> Any:
     return torch.load(file)
 
 
-def saved_masters(state: dict[str, Any]) -> list[Any]:
-    return [entry.get("master_param") for entry in state["state"].values()]
-
-
 def pickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
@@ -364,12 +360,11 @@ class Program:
             if self.chance.random() < 0.8:  # or as loaded before the first step, by Accelerate
                 loss_of(ours.model, 99).backward()
                 ours.optimizer.step()
-            first = ours.optimizer.state_dict()
-            kept = [(each, copy.deepcopy(each)) for each in (first, states[1])]
+            for each in (ours.optimizer.state_dict(), states[1]):
+                masters = [entry.get("master_param") for entry in each["state"].values()]
+                self.kept.append((masters, copy.deepcopy(masters)))
             for number in self.chance.choice([(0, 1), (1, 0)]):
                 things[number].load_state_dict(states[number])
-            self.kept += [tuple(map(saved_masters, each)) for each in kept]
-            assert_same(*kept[0], "what was saved before")
 
     def step(self, way: str) -> None:
         ours, hand = self.ours, self.hand
@@ -492,10 +487,6 @@ def test_hooks_run_once_around_a_step_of_any_class() -> None:
 
 
 # Checkpoints
-
-
-def saved_tensors(saved: dict[str, Any]) -> list[Tensor]:
-    return [value for entry in saved["state"].values() for value in entry.values()]
 
 
 @pytest.mark.parametrize("names", [True, False])
@@ -671,10 +662,6 @@ def plain_sgd(**attributes: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def differentiable(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, differentiable=True)
-
-
 def with_a_hook_that_fails() -> torch.optim.Optimizer:
     optimizer = plain_sgd()
     optimizer.register_load_state_dict_pre_hook(lambda *_: {}["by a hook"])
@@ -682,11 +669,12 @@ def with_a_hook_that_fails() -> torch.optim.Optimizer:
 
 
 NEEDED = [(name, f"has an attribute {name} of its own") for name in ("master_weights", "_masters")]
+DIFFERENTIABLE = partial(torch.optim.Adam, differentiable=True)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: nn.Linear(1, 1), TypeError, "takes a torch.optim.Optimizer, got torch.nn.*Linear"),
     (lambda: Wrapper(plain_sgd()), TypeError, "pass the inner one"),
     (lambda: plain_sgd(flat=1), TypeError, "flat parameter of FSDP1"),
-    (lambda: differentiable([ONES]), ValueError, "group 0 has differentiable=True"),
+    (lambda: DIFFERENTIABLE([ONES]), ValueError, "group 0 has differentiable=True"),
     (lambda: plain_sgd(step=None), RuntimeError, "before the scheduler or trainer"),
     (with_a_hook_that_fails, KeyError, "by a hook"),
     *((partial(plain_sgd, **{name: 0}), TypeError, text) for name, text in NEEDED),
@@ -710,80 +698,59 @@ def test_refusals_change_nothing(
     assert [id(key) for key in getattr(optimizer, "state", ())] == [id(key) for key in state]
 
 
-UNLIKE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "meta": (lambda weight: weight.to("meta"), "on meta, "),
-    "sparse": (torch.Tensor.to_sparse, r"torch\.sparse_coo of "),
-    "complex": (lambda weight: weight.to(torch.complex64), r"torch\.complex64 on "),
-    "shape": (lambda weight: torch.zeros(5), r"\(5,\), and must be .* \(7,\)"),
-    "number": (lambda weight: 3.0, r"3\.0, and must be"),
-}
+UNLIKE: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda weight: weight.to("meta"), "on meta, "),
+    (torch.Tensor.to_sparse, r"torch\.sparse_coo of "),
+    (lambda weight: weight.to(torch.complex64), r"torch\.complex64 on "),
+    (lambda weight: torch.zeros(5), r"\(5,\), and must be .* \(7,\)"),
+    (lambda weight: 3.0, r"3\.0, and must be"),
+]
 
 
-@pytest.mark.parametrize("kind", UNLIKE)
-def test_what_is_no_master_weight_is_refused_before_loading(kind: str) -> None:
-    change, text = UNLIKE[kind]
-    ours = ours_of("adamw-plain", torch.bfloat16, 1)
-    saved = copy.deepcopy(ours.optimizer.state_dict())
-    ours.train(1)
-    before = copy.deepcopy(ours.optimizer.state_dict())
-    saved["param_groups"][0]["lr"] = 7.0
-    saved["state"][1]["master_param"] = change(saved["state"][1]["master_param"])
+@pytest.mark.parametrize(("change", "text"), UNLIKE, ids=[text for _, text in UNLIKE])
+def test_what_is_no_master_weight_is_refused_before_loading(
+    change: Callable[[Tensor], Any], text: str
+) -> None:
+    optimizer = ours_of("adamw-plain", torch.bfloat16, 1).optimizer
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["param_groups"][0]["lr"] = 7.0
+    for entry in wrong["state"].values():
+        entry["exp_avg"].fill_(7.0)
+    wrong["state"][1]["master_param"] = change(wrong["state"][1]["master_param"])
     with pytest.raises(ValueError, match=f"of parameter 1 is .*{text}") as told:
-        ours.optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(wrong)
     assert "and must be a dense float32 tensor" in str(told.value)
     with pytest.raises(ValueError, match="different number of parameter groups"):
-        ours.optimizer.load_state_dict({**before, "param_groups": []})
-    assert_same(saved_tensors(ours.optimizer.state_dict()), saved_tensors(before))
-    assert ours.optimizer.param_groups[0]["lr"] == 0.01
-
-
-class Failing(torch.optim.SGD):
-    fails = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            self.param_groups[0]["params"][0].add_(1.0)
-            raise MemoryError("in the middle")
-        return super().step(closure)
+        optimizer.load_state_dict({**before, "param_groups": []})
+    assert_same(optimizer.state_dict(), before)
 
 
 def test_errors_of_a_step_change_nothing() -> None:
-    ours, hand = both(partial(Failing, lr=0.1, momentum=0.9))
+    ours, hand = both("momentum-plain")
     follow(ours, hand, range(1))
-    model, optimizer, state = ours.model, ours.optimizer, ours.optimizer.state
-    held, third, group = [*map(id, ours.stepped())], model[2].weight, optimizer.param_groups[0]
-    weight, put = third.data, partial(partial, setattr)
-    for kind, text, wrong, right in (
-        (RuntimeError, r"parameter 0 of group 0 is torch\.float32", model[0].float, model[0].half),
+    first, third = ours.model[0], ours.model[2].weight
+    weight, group = third.data, ours.optimizer.param_groups[0]
+    for text, wrong, right in (
+        (r"parameter 0 of group 0 is torch\.float32", first.float, first.half),
         (
-            *(RuntimeError, r"parameter 3 of group 0 is .* of shape \(1, 7\)"),
-            *(put(third, "data", weight[:1]), put(third, "data", weight)),
+            r"parameter 3 of group 0 is .* of shape \(1, 7\)",
+            *(partial(setattr, third, "data", each) for each in (weight[:1], weight)),
         ),
         (
-            *(ValueError, "differentiable=True"),
+            "differentiable=True",
             *(partial(group.update, differentiable=each) for each in (True, False)),
         ),
-        (MemoryError, "in the middle", *(put(optimizer, "fails", each) for each in (True, False))),
     ):
         ours.backward(1)
         wrong()
-        with pytest.raises(kind, match=text):
-            ours.scaler.step(optimizer)
+        with pytest.raises((RuntimeError, ValueError), match=text):
+            ours.scaler.step(ours.optimizer)
         right()
         ours.scaler.update()
-        assert optimizer.state is state
-        assert [*map(id, ours.stepped())] == held
         assert_same(ours.params(), hand.params())
-        optimizer.zero_grad()
-    # Where the failed step wrote a master weight, the parameter wins.
-    first, master = next(iter(hand.masters.items()))
-    with torch.no_grad():
-        wrote = (master + 1).half() != first
-        master.copy_(torch.where(wrote, first.float(), master + 1))
-    ours.train(2)
-    hand.train(2)
-    assert_same(ours.weights(), hand.weights(), "masters")
+        ours.optimizer.zero_grad()
+    follow(ours, hand, range(2, 4))
 
 
 @contextmanager
