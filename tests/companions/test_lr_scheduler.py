@@ -129,6 +129,8 @@ def test_two_optimizers(kinds: tuple[str, str], updates_first: bool) -> None:
     """Each schedule counts the steps of its own optimizer, before or after `update`."""
     scaler, make = GradScaler("cpu", **SETTINGS), SCHEDULERS["ExponentialLR"]
     sides = [side(GradScaler, KINDS[kind], seed) for seed, kind in enumerate(kinds)]
+    for one in sides:
+        one.scaler = scaler
     late = [LateScheduler(make(one.optimizer), scaler, one.optimizer) for one in sides]
     calls = [scaler.update, *(scheduler.step for scheduler in late)]
     skipped = (SKIPPED, (1, 3, STEPS - 1))
@@ -136,10 +138,7 @@ def test_two_optimizers(kinds: tuple[str, str], updates_first: bool) -> None:
     for step in range(STEPS):
         for one, bad, before in zip(sides, skipped, seen, strict=True):
             before.append(rates(one.optimizer))
-            one.optimizer.zero_grad()
-            scaler.scale(one.loss(step)).backward()
-            if step in bad:
-                one.model[0].bias.grad[1] = INF
+            one.backward(step, INF if step in bad else None)
             scaler.step(one.optimizer)
         for call in calls if updates_first else calls[::-1]:
             call()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.comparison import assert_same, started
 from support.launchers import ReferenceLauncher
-from support.steps import adamw, take_step
-from torch import Tensor, nn
+from support.steps import adamw, side, take_step
+from torch import nn
 
 import ampfast
 
@@ -29,25 +29,6 @@ UNCLIPPED = ("step", "step_and_update", "unscale_")
 CLIP = "clip_grad_norm_"
 
 
-def model_of(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    return [param.detach() for param in model.parameters()]
-
-
-def backward(model: nn.Module, seed: int, scale: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-    model.zero_grad()
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    loss = model(torch.randn(4, 8, generator=generator).to(dtype)).float().square().mean()
-    scale(loss).backward()
-    if seed in BAD:
-        next(model.parameters()).grad.view(-1)[3] = BAD[seed]
-
-
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("way", [*UNCLIPPED, CLIP])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -58,22 +39,22 @@ def test_steps_are_those_without_a_scaler(
     """But for bad ones, which are left out there."""
     if on_device:
         request.getfixturevalue("launcher")
-    ours, theirs = model_of(dtype), model_of(dtype)
-    optimizer, plain = (OPTIMIZERS[name](m.parameters()) for m in (ours, theirs))
-    guard = ampfast.StepGuard("cpu")
+    ours = side(ampfast.StepGuard, OPTIMIZERS[name], dtype=dtype)
+    theirs = side(ampfast.GradScaler, OPTIMIZERS[name], dtype=dtype, enabled=False)
+    guard: Any = ours.scaler
     for seed in range(STEPS):
-        backward(ours, seed, guard.scale)
-        grads = [p.grad.clone() for p in ours.parameters()]
-        take_step(guard, optimizer, way=way)
-        assert guard.step_skipped(optimizer) is (seed in BAD)
+        ours.backward(seed, BAD.get(seed))
+        grads = [param.grad.clone() for param in ours.model.parameters()]
+        take_step(guard, ours.optimizer, way=way)
+        assert guard.step_skipped(ours.optimizer) is (seed in BAD)
         if seed not in BAD:
-            backward(theirs, seed)
+            theirs.backward(seed)
             if way == CLIP:
-                started(ampfast.GradScaler, 1.0).clip_grad_norm_(plain, 0.5)
-            plain.step()
+                started(ampfast.GradScaler, 1.0).clip_grad_norm_(theirs.optimizer, 0.5)
+            theirs.optimizer.step()
         elif way != CLIP:
-            assert_same([p.grad for p in ours.parameters()], grads)
-        assert_same(weights_of(ours), weights_of(theirs), str(seed))
+            assert_same([param.grad for param in ours.model.parameters()], grads)
+        assert_same(*([*each.model.parameters()] for each in (ours, theirs)))
     stats = guard.stats()
     assert (stats.steps, stats.skipped, stats.scale) == (STEPS, len(BAD), 1.0)
 
@@ -97,14 +78,13 @@ def only_read(model: nn.Module, launcher: ReferenceLauncher) -> Iterator[None]:
 def test_gradients_are_read_once_and_never_written(
     name: str, way: str, launcher: ReferenceLauncher
 ) -> None:
-    model, guard = model_of(torch.float32), ampfast.StepGuard("cpu")
-    optimizer: Any = OPTIMIZERS[name](model.parameters())
-    given = []
-    optimizer.register_step_pre_hook(lambda each, *_: given.append(vars(each).get("grad_scale")))
+    one, given = side(ampfast.StepGuard, OPTIMIZERS[name]), []
+    hook = lambda each, *_: given.append(vars(each).get("grad_scale"))  # noqa: E731
+    one.optimizer.register_step_pre_hook(hook)
     for seed in range(2):
-        backward(model, seed, guard.scale)
-        with only_read(model, launcher):
-            take_step(guard, optimizer, way=way)
+        one.backward(seed)
+        with only_read(one.model, launcher):
+            take_step(one.scaler, one.optimizer, way=way)
         expected = ["check"] if way == "step_and_update" else ["check", "update"]
         assert launcher.launches == expected
     assert given == [None, None]
@@ -155,16 +135,16 @@ def test_the_scale_stays_1() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_norm_that_clips_nothing_is_only_read(name: str, launcher: ReferenceLauncher) -> None:
-    model, guard = model_of(torch.float32), ampfast.StepGuard("cpu")
-    optimizer = OPTIMIZERS[name](model.parameters())
+    one = side(ampfast.StepGuard, OPTIMIZERS[name])
+    guard: Any = one.scaler
     for factor, reason in ((1.0, None), (1e6, "spike"), (math.inf, "overflow")):
-        backward(model, 0, guard.scale)
-        for param in model.parameters():
+        one.backward(0)
+        for param in one.model.parameters():
             param.grad = param.grad * factor
-        with only_read(model, launcher):
-            guard.clip_grad_norm_(optimizer, math.inf, skip_above=100.0)
-        take_step(guard, optimizer)
-        assert guard.skip_reason(optimizer) == reason
+        with only_read(one.model, launcher):
+            guard.clip_grad_norm_(one.optimizer, math.inf, skip_above=100.0)
+        take_step(guard, one.optimizer)
+        assert guard.skip_reason(one.optimizer) == reason
 
 
 @pytest.mark.parametrize("options", [{}, {"track": "norms"}, {"skip_above": 1.0}], ids=str)

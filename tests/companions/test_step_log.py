@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.processes import python_in
+from support.steps import Training
 
 from ampfast import GradScaler, step_log
 from ampfast.step_log import StepLog
@@ -77,13 +77,9 @@ def test_steps_are_written_before_the_history_forgets_them(
     monkeypatch.setattr(step_log.time, "monotonic", lambda: now[0])
     path = tmp_path / "log.jsonl"
     log, scaler = StepLog(str(path)), GradScaler("cpu")
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    found = []
+    training, found = Training(scaler), []
     for step in range(2500):
-        scaler.scale(weight * 1.0).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        training.step(1.0)
         now[0] += 1.0 if step == 3 else 0.0
         log.see(scaler, step + 1)
         found.append(len(lines_of(path)) if step < 6 else None)

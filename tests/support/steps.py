@@ -30,16 +30,21 @@ class Side:
 
     def loss(self, seed: int) -> torch.Tensor:
         """Mean square of the model's output for inputs drawn from `seed`."""
-        return self.model(filled((5, 8), torch.float32, seed)).square().mean()
+        dtype = next(self.model.parameters()).dtype
+        return self.model(filled((5, 8), dtype, seed)).float().square().mean()
 
-    def train(self, seed: int, bad: float | None = None) -> Any:
-        """One ordinary step, with `bad` planted in a gradient if given; returns step's value."""
+    def backward(self, seed: int, bad: float | None = None) -> None:
+        """Scaled gradients, one of them `bad` if given."""
         self.optimizer.zero_grad()
         loss = self.loss(seed)
         self.losses.append(loss.detach())
         self.scaler.scale(loss).backward()
         if bad is not None:
             plant(next(self.model.parameters()).grad, "middle", bad)
+
+    def train(self, seed: int, bad: float | None = None) -> Any:
+        """One ordinary step; returns step's value."""
+        self.backward(seed, bad)
         result = self.scaler.step(self.optimizer)
         self.scaler.update()
         return result
@@ -73,11 +78,12 @@ def side(
     scaler_type: type[TorchScaler],
     optimizer: str | Callable[..., Any] = "sgd",
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     **scaler_arguments: Any,
 ) -> Side:
     """Returns one twin; `optimizer` is a name in `OPTIMIZERS` or makes one from the parameters."""
     scaler_arguments.setdefault("device", "cpu")
-    model = small_model(seed)
+    model = small_model(seed).to(dtype)
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     return Side(scaler_type(**scaler_arguments), model, make(list(model.parameters())))
 
