@@ -34,12 +34,14 @@ def by_hand(folder: Path) -> Part:
 def test_a_run_is_that_with_our_own_clipping(
     trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(trainer if trainer != "fabric" else "lightning", reason=f"needs {trainer}")
-    tests, plain = importlib.import_module(f"test_{trainer}"), clip_grad._clipped
+    library = "lightning" if trainer == "fabric" else trainer
+    pytest.importorskip(library, reason=f"needs {library}")
+    tests, plain = importlib.import_module(f"test_{library}"), clip_grad._clipped
+    train = tests.train_by_fabric if trainer == "fabric" else tests.train
     calls = []
     monkeypatch.setattr(clip_grad, "_clipped", lambda *a: calls.append(plain(*a)) or calls[-1])
     with ampfast.patch(clip_grad_norm=True):
-        run = in_halves(tests.train, CASE, tmp_path)
+        run = in_halves(train, CASE, tmp_path)
     assert len(calls) == STEPS
     expected = by_hand(tmp_path)
     assert_same((run.losses, run.scales), (expected.losses, expected.scales))

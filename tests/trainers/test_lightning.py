@@ -1,8 +1,12 @@
-"""Lightning's Trainer: the scaler is an argument of its precision plugin."""
+"""Lightning's Trainer and Fabric: the scaler is an argument of the precision plugin.
+
+But for FSDP's.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,22 +29,27 @@ from runs import (
 )
 from support.comparison import TorchScaler
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import ampfast
 
 L = pytest.importorskip("lightning", reason="needs lightning")
+fabrics = pytest.importorskip("lightning.fabric.plugins", reason="needs lightning")
 plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
 loggers = pytest.importorskip("lightning.pytorch.loggers.logger", reason="needs lightning")
 
 
+def precision_with(kinds: Any, scaler: TorchScaler | None) -> Any:
+    if scaler is None:
+        return kinds.HalfPrecision("bf16-true")
+    return kinds.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
 def trainer(scaler: TorchScaler | None, **more: Any) -> Any:
-    precision = plugins.HalfPrecision("bf16-true")
-    if scaler is not None:
-        precision = plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
     given = {"max_epochs": 1, "logger": False, **more}
     return L.Trainer(
         accelerator="cpu",
-        plugins=[precision],
+        plugins=[precision_with(plugins, scaler)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -77,9 +86,32 @@ def train(part: Part) -> None:
     fitted.save_checkpoint(checkpoint)
 
 
-# It refuses to clip with a fused optimizer.
+def train_by_fabric(part: Part) -> None:
+    if not part.case.scaled:
+        part.model.float()  # which `setup` converts, after the optimizer is made
+    precision = precision_with(fabrics, part.make_scaler() if part.case.scaled else None)
+    fabric = L.Fabric(accelerator="cpu", plugins=[precision])
+    model, optimizer = fabric.setup(part.model, part.make_optimizer())
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint = part.folder / "half.ckpt"
+    if part.resumes:
+        rest = fabric.load(checkpoint, state)
+        if part.scaler:
+            part.scaler.load_state_dict(rest["scaler"])
+    for data, target in part.batches:
+        optimizer.zero_grad()
+        fabric.backward(part.loss(model(data), target))
+        if part.case.clip is not None:
+            clip = part.case.clip
+            fabric.clip_gradients(model, optimizer, max_norm=clip, error_if_nonfinite=False)
+        optimizer.step()
+    fabric.save(checkpoint, {**state, "scaler": part.scaler and part.scaler.state_dict()})
+
+
+# They refuse to clip with a fused optimizer.
+@pytest.mark.parametrize("train", [train, train_by_fabric])
 @pytest.mark.parametrize("case", CLIPS_NO_FUSED, ids=str)
-def test_runs(case: Case, tmp_path: Path) -> None:
+def test_runs(case: Case, train: Callable[[Part], None], tmp_path: Path) -> None:
     assert_same_run(train, case, tmp_path)
 
 
@@ -159,6 +191,11 @@ def test_figures_in_its_loggers() -> None:
     assert skipped == scaler.stats().skipped >= len(PLANTED)
 
 
-@pytest.mark.usefixtures("patched")
-def test_the_scaler_that_it_makes_is_patched() -> None:
-    assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
+@pytest.mark.parametrize("kinds", [fabrics, plugins], ids=["fabric", "trainer"])
+@pytest.mark.usefixtures("world", "cuda_on_cpu", "patched")
+def test_the_scalers_that_it_makes_are_patched(kinds: Any) -> None:
+    assert isinstance(kinds.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
+    assert isinstance(kinds.FSDPPrecision("16-mixed").scaler, ampfast.ShardedGradScaler)
+    # If this fails, the argument works, and example and documentation can say so.
+    with pytest.raises(ValueError, match="does not use a scaler"):
+        kinds.FSDPPrecision("16-mixed", scaler=ShardedGradScaler("cpu"))
