@@ -108,7 +108,6 @@ def train_by_fabric(part: Part) -> None:
     fabric.save(checkpoint, {**state, "scaler": part.scaler and part.scaler.state_dict()})
 
 
-# They refuse to clip with a fused optimizer.
 @pytest.mark.parametrize("train", [train, train_by_fabric])
 @pytest.mark.parametrize("case", CLIPS_NO_FUSED, ids=str)
 def test_runs(case: Case, train: Callable[[Part], None], tmp_path: Path) -> None:

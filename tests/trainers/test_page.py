@@ -46,18 +46,13 @@ def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch)
     assert 2 <= made[0].stats().skipped < 14
 
 
-def test_versions() -> None:
+def test_the_table() -> None:
     pinned = (ROOT / "requirements" / "trainers.txt").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([a-z-]+)==(\S+)$", pinned, re.MULTILINE))
-    assert {name: version for _, name, version in TABLE} == {
-        name: version for name, version in pins.items() if name not in BESIDES
-    }
-
-
-def test_links() -> None:
-    assert sorted(link for link, _, _ in TABLE) == [
-        f"../{path.relative_to(ROOT).as_posix()}" for path in EXAMPLES
-    ]
+    pins = {name: version for name, version in pins.items() if name not in BESIDES}
+    assert {name: version for _, name, version in TABLE} == pins
+    links = [f"../{path.relative_to(ROOT).as_posix()}" for path in EXAMPLES]
+    assert sorted(link for link, _, _ in TABLE) == links
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
