@@ -216,7 +216,6 @@ SAID = {
     "nan of torch, which does not": Said(
         OF_NAN, TWO, 0, ["says nothing. Only the NaN does: fused SGD reads unini"], (OF_FIVE,)
     ),
-    "torch, which does not": Said(OF_FIVE, TWO, 0, [SAYS], (OF_NAN,)),
     "torch that breaks later": Said(record(FORTY), BROKEN, 1, [], (LATER,), (None, None, 25, 25)),
     "torch that breaks before": Said(
         record(FORTY),

@@ -34,21 +34,13 @@ Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 class Dropping(torch.optim.SGD):
-    """Sets gradients to None in its step."""
-
-    set_to_none = True
+    """Drops gradients in its step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        self.zero_grad(self.set_to_none)
+        self.zero_grad()
         return loss
-
-
-class Zeroing(Dropping):
-    """Sets gradients to zero in its step."""
-
-    set_to_none = False
 
 
 class Abstract(ABC, torch.optim.SGD):
@@ -87,7 +79,7 @@ OPTIMIZERS: dict[str, Make] = {
 OPTIMIZERS["adafactor"] = partial(torch.optim.Adafactor, lr=0.01)
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])
-for each in (Dropping, Zeroing, Abstract):
+for each in (Dropping, Abstract):
     OPTIMIZERS[each.__name__.lower()] = partial(each, lr=0.01, momentum=0.9)
 FEW = ("momentum-plain", "adamw-foreach", "adamw-fused", "momentum-fused", "dropping", "abstract")
 

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.processes import python_in
+from support.steps import Training
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ampfast import watch
+from ampfast import GradScaler, step_log, watch
 from ampfast.__main__ import main
+from ampfast.step_log import StepLog
 from ampfast.watch import Record
 
 TRAIN = """
@@ -213,3 +216,72 @@ def test_reads_of_the_host_are_counted() -> None:
                     flag.item()
             torch.add(flag, flag)
     assert record.reads == 1
+
+
+# --log: a line of JSON for each step of each scaler
+
+
+LOGGED = """
+import os
+import torch
+from torch.amp import GradScaler
+
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+first, second = GradScaler("cpu", init_scale=2.0), GradScaler("cpu", init_scale=8.0)
+off = GradScaler("cpu", enabled=False)
+for step, loss in enumerate((1.0, float("inf"), 100.0, 2.0)):
+    for scaler in (first, second)[: 1 + (step == 3)]:
+        weight.grad = None
+        scaler.scale(weight * loss).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+os.chdir("/")
+raise SystemExit(3)
+"""
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def line(*values: Any) -> dict[str, Any]:
+    names = ("scaler", "step", "scale", "skipped", "grad_norm")
+    return dict(zip(names, values, strict=True))
+
+
+def test_each_step_of_a_program_has_a_line(python: Call, tmp_path: Path) -> None:
+    run = partial(python, LOGGED, "-m", "ampfast", "run")
+    (tmp_path / "log.jsonl").write_text("of an earlier run\n")
+    assert run("--skip-above", "50", "--log", "log.jsonl", "train.py").returncode == 3
+    assert lines_of(tmp_path / "log.jsonl") == [
+        line(1, 0, 2.0, None, pytest.approx(3**0.5)),
+        line(1, 1, 2.0, "overflow", None),
+        line(1, 2, 1.0, "spike", pytest.approx(100 * 3**0.5)),
+        line(1, 3, 1.0, None, pytest.approx(2 * 3**0.5)),
+        line(2, 0, 8.0, None, pytest.approx(2 * 3**0.5)),
+    ]
+    for path in ("missing/log.jsonl", "."):
+        refused = run("--log", path, "train.py")
+        assert (refused.returncode, f"cannot write {path}" in refused.stderr) == (2, True)
+    assert run("--log", "of_rank_1.jsonl", "train.py", RANK="1").returncode == 3
+    assert not (tmp_path / "of_rank_1.jsonl").exists()
+
+
+def test_steps_are_written_before_the_history_forgets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(step_log.time, "monotonic", lambda: now[0])
+    path = tmp_path / "log.jsonl"
+    log, scaler = StepLog(str(path)), GradScaler("cpu")
+    training, found = Training(scaler), []
+    for step in range(2500):
+        training.step(1.0)
+        now[0] += 1.0 if step == 3 else 0.0
+        log.see(scaler, step + 1)
+        found.append(len(lines_of(path)) if step < 6 else None)
+    assert found[:6] == [0, 0, 0, 4, 4, 4]
+    log.write(scaler)
+    log.write(scaler)
+    assert [each["step"] for each in lines_of(path)] == list(range(2500))

@@ -7,7 +7,7 @@ import itertools
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -145,9 +145,10 @@ def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order: float) -> None:
     loop = Loop("fused_adam", 2, growth_interval=10)
-    program = [((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")]
-    program += [((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)]
-    for norms, reason in program:
+    for norms, reason in (
+        *(((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")),
+        *(((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)),
+    ):
         loop.backward(*norms)
         options = {"skip_above": 20.0, "in_place": in_place}
         loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, order, **options)
@@ -162,9 +163,8 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
         ((math.inf, 50.0), ["overflow", "spike"], (4.0, 0)),
         ((1.0, 1.0), [None, None], (4.0, 1)),
     ):
-        loop.backward(*norms)
-        for optimizer in loop.optimizers:
-            loop.scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20.0)
+        for which, norm in enumerate(norms):
+            loop.clip(norm, 20.0, which=which)
         assert (loop.finish(), loop.now()) == (reasons, after)
     assert loop.scaler.history().spiked.tolist() == [True, False, False]
 
@@ -336,34 +336,32 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
 # Bad input
 
 FINITE, NUMBER = "at least 0 and finite, got", "a Python number or ampfast.Sigmas, got"
-BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    *(
-        (lambda value=value: Sigmas(value), ValueError, f"sigmas must be {FINITE} {told}")
-        for value, told in ((-1.0, "-1.0"), (math.nan, "nan"), (math.inf, "inf"), (10**400, ""))
-    ),
-    (lambda: Sigmas("6"), TypeError, "sigmas must be a Python number, got str"),
-    (lambda: Sigmas(6, 1), ValueError, "window must be from 2 to 1024, got 1"),
-    (lambda: Sigmas(6, 1025), ValueError, "window must be from 2 to 1024, got 1025"),
-    (lambda: Sigmas(6, 2.0), TypeError, "window must be an int, got float"),
-    (lambda: Sigmas(6, True), TypeError, "window must be an int, got bool"),
-    (lambda: Sigmas(6, patience=0), ValueError, "patience must be from 1 to 2147483647, got 0"),
-    (lambda: Sigmas(6, patience=2**31), ValueError, "patience must be from 1 to 2147483647"),
-    (lambda: Sigmas(6, patience=True), TypeError, "patience must be an int, got bool"),
-    *(
-        (lambda above=above: Loop().clip(1.0, above), error, f"skip_above must be {told}")
-        for above, error, told in (
-            *((math.nan, ValueError, "at least 0, got nan"), (-1, ValueError, "at least 0, got")),
-            *(("20", TypeError, f"{NUMBER} str"), (True, TypeError, f"{NUMBER} bool")),
-            (torch.tensor(2.0), TypeError, f"{NUMBER} Tensor"),
-        )
-    ),
+# Arguments of Sigmas, or a limit of a clip.
+BAD: list[tuple[Any, type[Exception], str]] = [
+    ((-1.0,), ValueError, f"sigmas must be {FINITE} -1.0"),
+    ((math.nan,), ValueError, f"sigmas must be {FINITE} nan"),
+    ((math.inf,), ValueError, f"sigmas must be {FINITE} inf"),
+    ((10**400,), ValueError, f"sigmas must be {FINITE}"),
+    (("6",), TypeError, "sigmas must be a Python number, got str"),
+    ((6, 1), ValueError, "window must be from 2 to 1024, got 1"),
+    ((6, 1025), ValueError, "window must be from 2 to 1024, got 1025"),
+    ((6, 2.0), TypeError, "window must be an int, got float"),
+    ((6, True), TypeError, "window must be an int, got bool"),
+    ((6, 9, 0), ValueError, "patience must be from 1 to 2147483647, got 0"),
+    ((6, 9, 2**31), ValueError, "patience must be from 1 to 2147483647"),
+    ((6, 9, True), TypeError, "patience must be an int, got bool"),
+    (math.nan, ValueError, "skip_above must be at least 0, got nan"),
+    (-1, ValueError, "skip_above must be at least 0, got"),
+    ("20", TypeError, f"skip_above must be {NUMBER} str"),
+    (True, TypeError, f"skip_above must be {NUMBER} bool"),
+    (torch.tensor(2.0), TypeError, f"skip_above must be {NUMBER} Tensor"),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "text"), BAD, ids=[text for *_, text in BAD])
-def test_bad_numbers(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(("given", "error", "text"), BAD, ids=[text for *_, text in BAD])
+def test_bad_numbers(given: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        make()
+        Sigmas(*given) if isinstance(given, tuple) else Loop().clip(1.0, given)
 
 
 def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
