@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 import re
@@ -29,7 +28,7 @@ from support.models import (
     random_steps,
     update_of,
 )
-from support.steps import Training, adamw, take_step
+from support.steps import Training, adamw, take_step, through_file
 
 from ampfast import GradScaler, LogMax, policies
 from ampfast.backends import cpu, torch_ops
@@ -241,10 +240,7 @@ def test_checkpoints_keep_the_policy() -> None:
     saved = loop.step(math.inf).scaler.state_dict()
     also = {"hysteresis_refill": "growth", "hysteresis_tracker": 2, "norms": [], "limits": []}
     assert saved["ampfast"] == {**POLICY, **also}
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+    saved = through_file(saved)
     for is_started in (False, True):
         resumed = training(**POLICY)
         if not is_started:

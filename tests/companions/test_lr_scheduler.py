@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 from support.comparison import TorchScaler, assert_same, outcome
 from support.optimizers import OPTIMIZERS
-from support.steps import Side, side, small_model
+from support.steps import Side, side, small_model, through_file
 from torch.optim import lr_scheduler as lr
 from torch.optim import swa_utils
 
@@ -211,13 +210,6 @@ def test_a_step_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     assert scheduler.last_epoch == 1
 
 
-def saved(*things: Any) -> list[Any]:
-    """State dicts, as a file of them is loaded."""
-    file = io.BytesIO()
-    torch.save([thing.state_dict() for thing in things], file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
-
 @pytest.mark.parametrize("schedule", ["ExponentialLR", "SequentialLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_at_any_step(kind: str, schedule: str) -> None:
@@ -227,7 +219,8 @@ def test_resumed_at_any_step(kind: str, schedule: str) -> None:
     for end in range(STEPS + 1):
         first, scheduler = late_one(kind, schedule)
         seen = trained(first, scheduler, range(end))
-        states = saved(first.model, first.optimizer, first.scaler, scheduler)
+        things = (first.model, first.optimizer, first.scaler, scheduler)
+        states = through_file([thing.state_dict() for thing in things])
         second, scheduler = late_one(kind, schedule, seed=1)
         things = (second.model, second.optimizer, second.scaler, scheduler)
         for thing, state in zip(things, states, strict=True):
@@ -245,7 +238,7 @@ def test_loaded_decisions() -> None:
     fresh = scheduler.state_dict()
     one.train(1)
     scheduler.step()
-    (state,) = saved(scheduler)
+    state = through_file(scheduler.state_dict())
     scheduler.load_state_dict(fresh)
     scheduler.flush()
     assert scheduler.last_epoch == 0, "the pending one is dropped"

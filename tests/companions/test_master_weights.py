@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import io
 import math
 import os
 import pickle
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import assert_same
+from support.steps import through_file
 from torch import Tensor, nn
 
 import ampfast
@@ -244,13 +244,6 @@ def step_by(optimizer: Any, params: list[Any], value: float = 1.0) -> None:
     optimizer.step()
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def pickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
@@ -348,7 +341,7 @@ class Program:
         elif event == "load":
             ours.model.zero_grad()
             things = [ours.model, ours.optimizer]
-            states = saved([thing.state_dict() for thing in things])
+            states = through_file([thing.state_dict() for thing in things])
             if self.chance.random() < 0.8:  # or as loaded before the first step, by Accelerate
                 loss_of(ours.model, 99).backward()
                 ours.optimizer.step()
@@ -857,7 +850,7 @@ def test_an_optimizer_that_steps_a_list_of_its_own_is_refused(
 
 def test_an_own_class_keeps_its_methods_and_may_be_derived_from() -> None:
     optimizer = ours_of("abstract", steps=1).optimizer
-    optimizer.load_state_dict(saved(optimizer.state_dict()))
+    optimizer.load_state_dict(through_file(optimizer.state_dict()))
     assert optimizer.loaded == 1
 
     class Derived(type(optimizer)):  # type: ignore[misc]

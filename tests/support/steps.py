@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -182,6 +183,14 @@ def host_reads(call: Callable[[], Any]) -> int:
     items = [event for event in profile.events() if event.name == "aten::item"]
     # torch's fused kernels read their step counters in this way on the CPU.
     return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)
+
+
+def through_file(value: Any) -> Any:
+    """What `torch.save` writes, as it is loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def take_step(scaler: Any, *optimizers: Any, way: str = "step") -> None:
