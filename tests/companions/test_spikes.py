@@ -191,6 +191,10 @@ PROGRAMS: dict[str, Program] = {
         (Sigmas(6.0, 4, patience=2), [50.0, 0.0, 50.0, 0.0, math.inf, 0.0, 50.0], "s.s.o.r"),
     ],
     "anew": [(Sigmas(6.0, 4, patience=1), [*USUAL, 4.0, 4.0, 40.0, 4.0, 4.0], "....sr...")],
+    "another window": [
+        (Sigmas(2.0, WINDOW), [1.0, 2.0, 3.0, 2.5, 2.6], "....."),
+        (Sigmas(2.0, 3), [2.0, 3.3], ".s"),
+    ],
     "another patience": [
         *((Sigmas(6.0, 4), USUAL, "...."), (Sigmas(6.0, 4, patience=50), [5.0] * 5, "sssss")),
         (Sigmas(6.0, 4, patience=3), [5.0], "r"),
@@ -252,14 +256,6 @@ def test_what_is_kept(way: str) -> None:
         assert each.clipped(9.0, limit) == "spike"
         with pytest.warns(UserWarning, match="new usual"):
             assert each.clipped(9.0, limit) is None
-
-
-def test_another_window_takes_the_last_norms() -> None:
-    loop = Loop()
-    loop.run([1.0, 2.0, 3.0, 2.5, 2.6])
-    assert loop.clipped(2.0, Sigmas(2.0, 3)) is None
-    assert [round(norm, 5) for norm in loop.norms()[0]] == [2.5, 2.6, 2.0]
-    assert loop.clipped(50.0, Sigmas(2.0, 3)) == "spike"
 
 
 STAGE = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0]).tolist()

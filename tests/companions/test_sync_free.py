@@ -287,17 +287,13 @@ def test_a_refusal_has_the_name_of_the_parameter() -> None:
 def test_state_and_gradients_unlike_the_parameter(
     kind: str, key: str, change: Any, what: str
 ) -> None:
-    def make() -> torch.optim.Optimizer:
-        optimizer = with_second(kind, parameter_with(torch.ones(3, 4)))
-        optimizer.step()
-        return optimizer
-
-    optimizer = make()
-    state = optimizer.state[optimizer.param_groups[1]["params"][1]]
+    optimizer = with_second(kind, parameter_with(torch.ones(3, 4)))
+    optimizer.step()
+    param = optimizer.param_groups[1]["params"][1]
+    state, kept = optimizer.state[param], dict(optimizer.state[param])
     state[key] = change(state[key])
     assert f"the {key!r} of parameter 1 of group 1 has another {what}" in refusal(optimizer)
     if "dtype" not in what and "shape" not in what:  # which torch does not allow to be assigned
-        optimizer = make()
-        param = optimizer.param_groups[1]["params"][1]
+        state.update(kept)
         param.grad = change(param.grad)
         assert f"the gradient of parameter 1 of group 1 has another {what}" in refusal(optimizer)
