@@ -59,7 +59,6 @@ KINDS: dict[str, Make] = {
     "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
-    # Those that have no fused step.
     "adamax": partial(torch.optim.Adamax, lr=0.01),
     "nadam": partial(torch.optim.NAdam, lr=0.01),
     "radam": partial(torch.optim.RAdam, lr=0.01),
@@ -68,13 +67,14 @@ KINDS: dict[str, Make] = {
     "adadelta": partial(torch.optim.Adadelta, lr=0.1),
     "asgd": partial(torch.optim.ASGD, lr=0.1),
 }
+HAVE_FUSED = ("sgd", "momentum", "adam", "adamw", "adagrad")
 VARIANTS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 # Every optimizer of torch.optim with a dense step, and its variants; and some of others.
 OPTIMIZERS: dict[str, Make] = {
     f"{name}-{variant}": partial(make, **options)
     for name, make in KINDS.items()
     for variant, options in VARIANTS.items()
-    if variant != "fused" or name in [*KINDS][:5]
+    if variant != "fused" or name in HAVE_FUSED
 }
 OPTIMIZERS["adafactor"] = partial(torch.optim.Adafactor, lr=0.01)
 if hasattr(torch.optim, "Muon"):
