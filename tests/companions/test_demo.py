@@ -83,9 +83,11 @@ def test_runs_that_differ(
     assert image.imread(path).size > 0
 
 
-@pytest.mark.parametrize(
-    ("missing", "device", "name", "told"),
-    [
+def test_reasons_not_to_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_train", lambda *_: pytest.fail("the demo began to train"))
+    for missing, device, name, told in (
         *(
             (name, "cpu", "p.png", f"cannot import {package}; run: pip install {package}\n")
             for name, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
@@ -95,22 +97,11 @@ def test_runs_that_differ(
             (None, device, "p.png", f"device '{device}' cannot be used: ")
             for device in ("cuda:99", "nonsense", "meta")
         ),
-    ],
-)
-def test_reasons_not_to_start(
-    missing: str | None,
-    device: str,
-    name: str,
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(demo, "_train", lambda *_: pytest.fail("the demo began to train"))
-    if missing is not None:
-        monkeypatch.setitem(sys.modules, missing, None)
-    assert demo.run(STEPS, device, 0, tmp_path / name) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert errors.startswith(f"ampfast demo: {told.format(tmp_path / name)}")
-    assert errors.count("\n") == 1
+    ):
+        with monkeypatch.context() as patch:
+            if missing is not None:
+                patch.setitem(sys.modules, missing, None)
+            assert demo.run(STEPS, device, 0, tmp_path / name) == 2
+        output, errors = capsys.readouterr()
+        assert (output, errors.count("\n")) == ("", 1)
+        assert errors.startswith(f"ampfast demo: {told.format(tmp_path / name)}")
