@@ -124,19 +124,14 @@ def test_what_is_missing_is_said(python: Call, program: str) -> None:
         assert told in line
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
+def test_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.ipynb").write_text('{"cells": [null]}')
+    for name, told in (
         ("nowhere.py", "ampfast: there is no script '{}'\n"),
         ("train.ipynb", "is a notebook, which Python does not run: call ampfast.patch() in its"),
-    ],
-)
-def test_what_cannot_run(
-    name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train.ipynb").write_text('{"cells": [null]}')
-    assert main(["run", str(tmp_path / name), "--help"]) == 2
-    assert told.format(tmp_path / name) in capsys.readouterr().err
+    ):
+        assert main(["run", str(tmp_path / name), "--help"]) == 2
+        assert told.format(tmp_path / name) in capsys.readouterr().err
 
 
 @pytest.mark.sweep
