@@ -304,44 +304,35 @@ def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
     assert text.count("differ from") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rest", "steps"),
-    [
+def test_options_behind_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(compare, "run", lambda **options: given.update(options) or 0)
+    for arguments, rest, steps in (
         (["--lr", "1", "--steps", "5"], ["--lr", "1"], 5),
         (["--steps=5", "--ste", "4", "x"], ["--ste", "4", "x"], 5),
         (["--lr", "--", "--steps", "5", "--", "y"], ["--lr", "--steps", "5", "--", "y"], None),
         (["--", "--steps", "5"], ["--steps", "5"], None),
-    ],
-)
-def test_options_behind_the_script(
-    arguments: list[str], rest: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(compare, "run", lambda **options: given.update(options) or 0)
-    assert main(["compare", "--json", "-m", "train", *arguments]) == 0
-    more = {"steps": steps, "as_json": True, "plot": None}
-    assert given == {"program": "train", "arguments": rest, "is_module": True, **more}
+    ):
+        assert main(["compare", "--json", "-m", "train", *arguments]) == 0
+        more = {"steps": steps, "as_json": True, "plot": None}
+        assert given == {"program": "train", "arguments": rest, "is_module": True, **more}
 
 
 UNKNOWN = "usage: python -m ampfast {} .*unrecognized arguments: --no-such-option\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
         (["run", "--no-such-option", "train.py"], UNKNOWN.format("run")),
         (["info", "--no-such-option"], UNKNOWN.format("info")),
         (["compare", "--no-such-option", "train.py"], UNKNOWN.format("compare")),
         (["compare", "--steps", "0", "train.py"], "must be 1 or more, got 0"),
         (["compare", "no-such-file.py", "--steps", "3"], "its own options behind SCRIPT, too"),
         (["compare", "train.py", "--plot", "missing/p.png"], "cannot write"),
-    ],
-)
-def test_options_that_are_refused(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        assert main(arguments) == 2
-    except SystemExit as refused:
-        assert refused.code == 2
-    assert re.search(told, capsys.readouterr().err, re.DOTALL)
+    ):
+        try:
+            code = main(arguments)
+        except SystemExit as refused:
+            code = refused.code
+        assert code == 2
+        assert re.search(told, capsys.readouterr().err, re.DOTALL)
