@@ -182,12 +182,11 @@ def test_checksums() -> None:
         assert int(watch.checksum(other)) != expected
     few = [torch.tensor(row) for row in ([0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0, 0.0])]
     few += [row.to(kind) for row in few for kind in (torch.float16, torch.float64)]
+    few += [torch.ones(2, dtype=torch.complex64) * factor for factor in (1, 1j)]
     assert len({int(watch.checksum(row)) for row in few}) == len(few)
     nans = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
     assert watch.checksum(nans[:1]) == watch.checksum(nans[1:])
-    sparse, wide = torch.eye(2).to_sparse(), torch.ones(2, 2, dtype=torch.complex64)
-    assert watch.checksum(sparse) == watch.checksum(torch.eye(2))
-    assert watch.checksum(wide) != watch.checksum(wide * 1j)
+    assert watch.checksum(torch.eye(2).to_sparse()) == watch.checksum(torch.eye(2))
 
 
 def test_reads_of_the_host_are_counted() -> None:

@@ -1,7 +1,4 @@
-"""Lightning's Trainer and Fabric: the scaler is an argument of the precision plugin.
-
-But for FSDP's.
-"""
+"""Lightning's Trainer and Fabric: precision plugins take the scaler, but those for FSDP."""
 
 from __future__ import annotations
 
