@@ -1,7 +1,8 @@
-"""Batches of gradient lists in a few large tensors, compared with torch's op on the device.
+"""Batches of gradient lists in a few large tensors, and updates behind many checks.
 
-Lists are views. The memory between them holds infinities, so that a read outside of a view
-shows in a flag and a write shows in a comparison. One comparison serves a whole batch.
+What torch's ops make of them is computed on the device, too. Lists are views. The memory between
+them holds infinities, so that a read outside of a view shows in a flag and a write shows in a
+comparison. One comparison serves a whole batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from gpu_support import flag
 from support.comparison import BITS, FLOATS, assert_same
 from support.kernels import grads_of, inverse_of, run_check, run_unscale, window
+
+from ampfast.backends.core import Update
 
 ALIGNMENT = 16
 KINDS = ("normal", "wide", "bits")
@@ -114,8 +117,12 @@ def run_batch(
     factor: float,
     is_scale: bool,
     seed: int,
+    bad: float = 0.2,
 ) -> None:
-    """Checks and unscales every list of a batch and compares all of its memory with torch's."""
+    """Checks and unscales every list of a batch and compares all of its memory with torch's.
+
+    A share `bad` of the views has a value that is not finite.
+    """
     where = f"seed {seed}, {kind}, factor {factor!r}, is_scale {is_scale}"
     generator, chance = torch.Generator(device).manual_seed(seed), random.Random(seed)
     ours: dict[torch.dtype, torch.Tensor] = {}
@@ -125,15 +132,12 @@ def run_batch(
     lists = views_of(ours, batch)
     for view in (view for views in lists for view in views):
         view.copy_(values(view.dtype, view.numel(), kind, generator, device))
-        if chance.random() < 0.2:
+        if chance.random() < bad:
             at = chance.choice((0, view.numel() - 1, chance.randrange(view.numel())))
             view[at] = chance.choice((torch.inf, -torch.inf, torch.nan))
     theirs = {dtype: memory.clone() for dtype, memory in ours.items()}
-    references, grads, scalar = (
-        views_of(theirs, batch),
-        [*map(grads_of, lists)],
-        flag(factor, device),
-    )
+    references, grads = views_of(theirs, batch), [*map(grads_of, lists)]
+    scalar = flag(factor, device)
 
     raw = torch.stack([run_check(kernels, each) for each in grads])
     divided = torch.stack([run_check(kernels, each, scalar) for each in grads])
@@ -150,3 +154,31 @@ def run_batch(
     # torch judges float64 as float32, and all values before it multiplies them.
     if torch.float64 not in ours:
         assert bool((expected >= torch_found).all()), f"torch's flags: {where}"
+
+
+def check_epilogues(
+    kernels: Any, device: torch.device, elements: int, launches: int, chunk: int
+) -> None:
+    """Updates behind checks, whose last program must find an infinity that any program saw."""
+    chance, grad = random.Random(11), torch.zeros(elements, dtype=torch.float16, device=device)
+    factors, grads = (2.0, 0.5, 3), grads_of([grad])
+    ours, theirs = (
+        (flag(1024.0, device), torch.zeros((), dtype=torch.int32, device=device)) for _ in range(2)
+    )
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(launches // chunk):
+        found, is_bad = [], [chance.random() < 1 / 6 for _ in range(chunk)]
+        for bad in is_bad:
+            element = grad[chance.randrange(elements)]
+            if bad:
+                element.fill_(chance.choice((torch.inf, -torch.inf, torch.nan)))
+            ending = kernels.ending(Update(*ours, [], *factors))
+            found.append(run_check(kernels, grads, ending=ending))
+            if bad:
+                element.zero_()
+        truth = torch.tensor(is_bad, device=device).float()
+        for one in truth.unbind():
+            torch._amp_update_scale_(*theirs, one, *factors)
+        wrong += (torch.stack(found) != truth).sum()
+    assert wrong.item() == 0, f"{wrong} of {launches} flags are wrong"
+    assert_same(ours, theirs, "scale and tracker")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import make_gradient
+from support.gradients import make_gradient, parameter_with
 from support.launchers import ReferenceLauncher
 from support.optimizers import OPTIMIZERS
 
@@ -101,12 +101,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
 LAYOUTS = ("long", "contiguous", "transposed", "channels_last", "scalar", "short", "empty")
 
 
-def skip_without(kind: str, device: torch.device) -> None:
+def skip_without(kind: str, make: Callable[..., Any], device: torch.device) -> None:
     """Skips a test of an optimizer that this torch does not have for the device, in its words."""
-    param = torch.nn.Parameter(torch.ones(1, device=device))
-    param.grad = torch.ones_like(param)
     try:
-        MAKERS[kind]([param]).step()
+        make([parameter_with(torch.ones(1, device=device))]).step()
     except RuntimeError as error:
         pytest.skip(f"{kind}: torch says: {error}".splitlines()[0])
 

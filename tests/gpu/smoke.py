@@ -15,8 +15,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
-from batches import KINDS, random_batch, run_batch  # noqa: E402
-from epilogues import epilogues  # noqa: E402
+from batches import KINDS, check_epilogues, random_batch, run_batch  # noqa: E402
 from gpu_support import REHEARSES, flag, gpu, kernels_of, unavailable_reason  # noqa: E402
 from support.kernels import grads_of, run_unscale, wide  # noqa: E402
 from support.models import check_random_lists, check_times  # noqa: E402
@@ -45,8 +44,7 @@ def run_modes(kernels: Any, device: torch.device) -> None:
     """Norms and marks of every pass, updates behind checks, and pairs."""
     check_random_lists(kernels, device, range(8))
     check_times(kernels, device, 9_000)
-    wrong, expected, state = epilogues(kernels, device, 9_000, 60, 20, (2.0, 0.5, 3))
-    assert not wrong and state == expected, f"{wrong} wrong updates, {state} for {expected}"
+    check_epilogues(kernels, device, 9_000, 60, 20)
     run_pairs(kernels, device)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from epilogues import epilogues
+from batches import check_epilogues
 from gpu_support import Twin, flag, kernels_of, no_syncs
 from support.comparison import FLOATS
 from support.gradients import make_gradient
@@ -106,25 +106,6 @@ def test_nothing_waits_for_the_device(
     assert not loop.scaler.step_skipped(loop.optimizers[0])
 
 
-@pytest.mark.parametrize("kind", ["quiet", "quiet_fused", "fused_adam"])
-def test_nothing_is_uploaded_while_nothing_changes(
-    backend: str, device: torch.device, kind: str
-) -> None:
-    loop = started(backend, device, kind)
-    before, tables = _C.uploads(), _C.tables_made()
-    for _ in range(10):
-        loop.iterate()
-        loop.iterate("together")
-    assert (_C.tables_made(), _C.uploads()) == (tables, before)
-    kept = loop.params[0][0].grad  # else the new tensor may take its address
-    loop.params[0][0].grad = torch.full_like(kept, 64.0)
-    loop.iterate()
-    assert (_C.tables_made(), _C.uploads()) == (tables + 1, before)
-    for _ in range(6):
-        loop.iterate()
-    assert (_C.tables_made(), _C.uploads()) == (tables + 1, before + 1)
-
-
 @pytest.mark.parametrize(("kind", "most"), [("quiet", 1), ("quiet_fused", 2)])
 def test_only_the_flag_is_allocated(
     backend: str, device: torch.device, kind: str, most: int
@@ -141,11 +122,6 @@ def test_only_the_flag_is_allocated(
 
 def test_many_launches_find_every_infinity(backend: str, device: torch.device) -> None:
     """100,000 epilogues, each with an infinity in a random program or none."""
-    launches, chunk = 100_000, 2_000
     programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
     elements = programs * _C.WINDOW_BYTES // 2
-    found, expected, state = epilogues(
-        kernels_of(backend, device), device, elements, launches, chunk, (2.0, 0.5, 3)
-    )
-    assert found == 0, f"{found} of {launches} flags are wrong"
-    assert state == expected
+    check_epilogues(kernels_of(backend, device), device, elements, 100_000, 2_000)

@@ -12,6 +12,7 @@ from support.captures import BAD_AT, OPTIMIZERS, SETTINGS, SKIPPABLE, Training
 from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient
 from support.kernels import grads_of, run_check, run_sums, run_unscale
+from support.models import unscaled
 
 import ampfast
 from ampfast import _C, GradScaler
@@ -134,13 +135,6 @@ def test_graphs_replayed_at_the_same_time(backend: str, device: torch.device) ->
         assert squares == [2.0**22, torch.inf, 2.0**22, 2.0**22]
 
 
-def torch_unscaled(grad: torch.Tensor, inverse: float) -> torch.Tensor:
-    """Gradient unscaled by torch's op; on the CPU, which has all dtypes."""
-    result, factor = grad.to("cpu", copy=True), torch.tensor(inverse)
-    torch._amp_foreach_non_finite_check_and_unscale_([result], torch.zeros(()), factor)
-    return result
-
-
 def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
     """More lists than kept tables, so that buffers come and go while the device works."""
     kernels = kernels_of(backend, device)
@@ -150,7 +144,7 @@ def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
     ]
     for seed in range(0, 45, 3):
         lists[seed][seed % 4][-1] = torch.inf
-    expected = [[torch_unscaled(torch_unscaled(g, 0.5), 0.5) for g in grads] for grads in lists]
+    expected = [unscaled([g.cpu() for g in grads], 4.0) for grads in lists]
     inverse = flag(0.5, device)
     run_unscale(kernels, grads_of([g.clone() for g in lists[0]]), inverse, is_scale=False)
     torch.cuda.synchronize()
@@ -167,31 +161,21 @@ def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
     assert torch.stack(found).tolist() == [float(seed % 3 == 0) for seed in range(45)] * 2
 
 
-Refused = tuple[Callable[[Training, torch.device], object], str]
-FIRST = "run one iteration without capturing"
+def new_step(kind: str) -> Callable[[Training], object]:
+    return lambda training: training.scaler.step(OPTIMIZERS[kind](training.params))
 
 
-def new_step(training: Training, kind: str) -> Any:
-    return training.scaler.step(OPTIMIZERS[kind](training.params))
-
-
-# What is refused under a capture, and the remedy that is told; last, reads by the host.
-REFUSED: dict[str, Refused] = {
-    "the scale is made": (lambda t, on: GradScaler().scale(torch.ones((), device=on)), FIRST),
-    "first fused step with momentum": (lambda t, _: new_step(t, "fused_sgd"), FIRST),
-    "first plain step": (
-        lambda t, _: new_step(t, "momentum"),
-        "cannot capture the first step of"
-        if HAS_NODES
-        else "cannot capture a step that the host may skip",
-    ),
-    "sync_free_": (lambda t, _: ampfast.sync_free_(t.optimizer), "call it before"),
-    "stats": (lambda t, _: t.scaler.stats(), "after the replay"),
-    "history": (lambda t, _: t.scaler.history(), "after the replay"),
-    "overflow_report": (lambda t, _: t.scaler.overflow_report(), "ask after the replay"),
-    "get_scale": (lambda t, _: t.scaler.get_scale(), "cannot capture"),
-    "step_skipped": (lambda t, _: t.scaler.step_skipped(t.optimizer), "cannot capture"),
-    "state_dict": (lambda t, _: t.scaler.state_dict(), "cannot capture"),
+# What is refused under a capture; last, reads by the host.
+REFUSED: dict[str, Callable[[Training], object]] = {
+    "the scale is made": lambda training: GradScaler().scale(training.input.sum()),
+    "first fused step with momentum": new_step("fused_sgd"),
+    "first plain step": new_step("momentum"),
+    "sync_free_": lambda training: ampfast.sync_free_(training.optimizer),
+    "step_skipped": lambda training: training.scaler.step_skipped(training.optimizer),
+    **{
+        name: lambda training, name=name: getattr(training.scaler, name)()
+        for name in ("stats", "history", "overflow_report", "get_scale", "state_dict")
+    },
 }
 
 
@@ -199,15 +183,14 @@ REFUSED: dict[str, Refused] = {
 def test_refused_under_a_capture(backend: str, device: torch.device, name: str) -> None:
     """The capture can still be ended and replayed, and training goes on."""
     training, theirs = trainings(backend, "fused_adam", device, track="overflow")
-    call, remedy = REFUSED[name]
     counter, stream = torch.zeros((), device=device), torch.cuda.current_stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             counter.add_(1)
-            with pytest.raises(RuntimeError, match=remedy):
-                call(training, device)
+            with pytest.raises(RuntimeError, match=r"^a CUDA graph .*cannot capture"):
+                REFUSED[name](training)
             counter.add_(1)
     finally:
         # A broken capture may leave its own error.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from batches import KINDS, every_offset_batch, random_batch, run_batch
 from gpu_support import flag, kernels_of
-from support.comparison import BITS, FLOATS, assert_same
+from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient
 from support.kernels import grads_of, inverse_of, run_check, run_sums, run_unscale, window
 from support.models import check_random_lists, check_times, marked, track_for
@@ -45,11 +45,16 @@ def test_ten_thousand_random_lists(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sizes_around_the_window_at_every_offset(
+def test_sizes_around_the_window_and_ten_thousand_tensors(
     backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
+    kernels, chance = kernels_of(backend, device), random.Random(5)
     how: Any = {"kind": "normal", "factor": 1 / 3, "is_scale": False, "seed": 1}
-    run_batch(kernels_of(backend, device), every_offset_batch(dtype), device, **how)
+    run_batch(kernels, every_offset_batch(dtype), device, **how)
+    long = [(dtype, 1, chance.randint(1, 700)) for _ in range(10_000)]
+    long[77] = (dtype, 1, 3 * window(dtype) + 1)
+    for bad in (0.0, 1e-3):
+        run_batch(kernels, [long], device, **how, bad=bad)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -151,25 +156,3 @@ def test_more_elements_than_32_bits_count(backend: str, device: torch.device) ->
         assert run_check(kernels, grads_of([grad])).item() == 1.0, place
         grad[place] = kept
     assert run_check(kernels, grads_of([grad])).item() == 0.0
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_ten_thousand_tensors(backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    kernels = kernels_of(backend, device)
-    chance = random.Random(5)
-    sizes = [chance.randint(1, 700) for _ in range(10_000)]
-    sizes[77] = 3 * window(dtype) + 1
-    memory = torch.randn(sum(sizes), device=device).to(dtype)
-    expected = memory.to("cpu", copy=True)
-    inverse = torch.tensor(1 / 3)
-    torch._amp_foreach_non_finite_check_and_unscale_([expected], torch.zeros(()), inverse)
-    grads = list(memory.split(sizes))
-    found = run_unscale(kernels, grads_of(grads), flag(1 / 3, device), is_scale=False)
-    assert found.item() == 0.0
-    assert torch.equal(memory.cpu().view(BITS[dtype]), expected.view(BITS[dtype]))
-    for bad in (0, 77, 5_000, 9_999):
-        kept = grads[bad].clone()
-        grads[bad][-1] = math.nan
-        assert run_check(kernels, grads_of(grads)).item() == 1.0, bad
-        grads[bad].copy_(kept)
-    assert run_check(kernels, grads_of(grads)).item() == 0.0

@@ -20,7 +20,7 @@ from ampfast.backends.torch_ops import squares_in
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.policies import LogMax
 from support.comparison import BITS, FLOATS, assert_same, started
-from support.kernels import flag, grads_of, storage
+from support.kernels import flag, grads_of, run_check, storage
 
 # Bound on the relative error of a norm against the float64 norm of the unscaled values: one
 # rounding of each value, whose mean counts, and one of the norm. A float64 norm sums thousands of
@@ -350,6 +350,44 @@ def assert_state(kept: LossScale, model: ScaleModel) -> None:
         ]
     )
     assert history.has_norm.tolist() == [norm is not None for _, _, norm, _ in expected]
+
+
+def check_policy(kernels: Any, device: torch.device, policy: str) -> None:
+    """Compares random updates, every other one behind a check, with those of the model."""
+    model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    kept = LossScale(model.limits)
+    words = kept.words_on(device)
+    # Near the end of the ring, so that it wraps around.
+    ahead = layout.RING_STEPS - 20
+    words[layout.STEPS] = model.steps = ahead
+    model.history = [(0.0, 0.0, None, math.nan)] * ahead
+    words[layout.RING :][: ahead * layout.RING_WORDS] = 0
+    scale = torch.tensor(model.scale, device=device)
+    tracker = torch.tensor(model.tracker, dtype=torch.int32, device=device)
+    peaks = random_peaks(80, model.limits)
+    for turn, (found, norm) in enumerate(random_steps(80, len(policy), spikes=True)):
+        peak = peaks[turn]
+        riding = turn % 2 == 0 and peak is None
+        norm = None if riding else norm
+        infinite = riding and found == 1
+        update = update_of(kept, scale, tracker, found, norm)
+        if infinite:
+            update = update._replace(found_infs=())
+        propose(kept, update, peak)
+        if riding:
+            ending = kernels.ending(update)
+            value = math.nan if infinite else 1.0
+            run_check(kernels, grads_of([torch.full((3,), value, device=device)]), ending=ending)
+            assert ending.applied
+        else:
+            assert kernels.update(update)
+        conclude(kept)
+        model.update(found, norm, peak or 0.0)
+        assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+        if turn % 17 == 16:
+            model.scale = 6.0
+            scale.fill_(model.scale)
+    assert_state(kept, model)
 
 
 class Rule:
