@@ -15,11 +15,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips GPU tests without a GPU."""
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("gpu"):
+    """Skips these tests without a GPU."""
+    for item in items if not torch.cuda.is_available() else ():
+        if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
@@ -49,14 +47,16 @@ def device() -> torch.device:
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend with kernels for GPUs."""
-    if reason := unavailable_reason(request.param):
-        pytest.skip(reason)
-    return request.param
+    return available(request.param)
 
 
 @pytest.fixture(params=(*BACKENDS, "aten"))
 def any_backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend: one with kernels, or that of GPUs without kernels."""
-    if request.param in BACKENDS and (reason := unavailable_reason(request.param)):
+    return request.param if request.param == "aten" else available(request.param)
+
+
+def available(name: str) -> str:
+    if reason := unavailable_reason(name):
         pytest.skip(reason)
-    return request.param
+    return name

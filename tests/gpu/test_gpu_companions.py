@@ -17,8 +17,6 @@ from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, par
 import ampfast
 from ampfast import GradScaler, LateScheduler
 
-pytestmark = pytest.mark.gpu
-
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -68,7 +66,7 @@ def test_sync_free_continues_as_torch_fused(
 
     loop = Loop(make(in_groups(parameters(device)), **defaults))
     loop.run([None] * 3)
-    skip_without(kind, partial(make, lr=0.1, fused=True), device)
+    skip_without(kind, partial(make, **{**defaults, "foreach": False, "fused": True}), device)
     twin = Loop(fused_twin(loop.optimizer, defaults), scaler())
     free = Loop(ampfast.sync_free_(loop.optimizer), scaler())
     for seed, bad in enumerate(BAD, 3):

@@ -17,8 +17,6 @@ from tracing import Counts, counted, why_profiler_is_blind
 
 from ampfast import _C, GradScaler, functional
 
-pytestmark = pytest.mark.gpu
-
 FUSED = ("fused_sgd", "fused_adam", "fused_adamw")
 _why_blind = cache(why_profiler_is_blind)
 

@@ -17,8 +17,6 @@ from tracing import counted, why_profiler_is_blind
 
 from ampfast import GradScaler
 
-pytestmark = pytest.mark.gpu
-
 BAD = (None, math.inf, None, None, math.nan, None)
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 

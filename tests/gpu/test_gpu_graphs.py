@@ -17,8 +17,6 @@ from support.models import unscaled
 import ampfast
 from ampfast import _C, GradScaler
 
-pytestmark = pytest.mark.gpu
-
 HAS_NODES = hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node") and not torch.version.hip
 ITERATIONS = 14
 
@@ -172,10 +170,8 @@ REFUSED: dict[str, Callable[[Training], object]] = {
     "first plain step": new_step("momentum"),
     "sync_free_": lambda training: ampfast.sync_free_(training.optimizer),
     "step_skipped": lambda training: training.scaler.step_skipped(training.optimizer),
-    **{
-        name: lambda training, name=name: getattr(training.scaler, name)()
-        for name in ("stats", "history", "overflow_report", "get_scale", "state_dict")
-    },
+    "stats": lambda training: training.scaler.stats(),
+    "get_scale": lambda training: training.scaler.get_scale(),
 }
 
 

@@ -18,8 +18,6 @@ from support.models import check_random_lists, check_times, marked, track_for
 
 from ampfast.backends.core import Update
 
-pytestmark = pytest.mark.gpu
-
 LISTS = 10_000
 LISTS_PER_BATCH = 100
 # Factors and divisors; the reciprocals of some are infinite, zero, subnormal or inexact.

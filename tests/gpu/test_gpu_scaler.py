@@ -18,8 +18,6 @@ from support.optimizers import OPTIMIZERS
 
 from ampfast import GradScaler, Percentile, Sigmas, ZScore
 
-pytestmark = pytest.mark.gpu
-
 BAD = (math.inf, -math.inf, math.nan)
 
 
