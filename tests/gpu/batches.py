@@ -11,9 +11,8 @@ import random
 from typing import Any
 
 import torch
-from gpu_support import flag
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernels import grads_of, inverse_of, run_check, run_unscale, window
+from support.kernels import flag, grads_of, inverse_of, run_check, run_unscale, window
 
 from ampfast.backends.core import Update
 
@@ -41,28 +40,12 @@ def random_batch(seed: int, lists: int) -> Batch:
     return batch
 
 
-def every_offset_batch(dtype: torch.dtype) -> Batch:
-    """One view per list: small sizes and those around a window, at every offset within 16 bytes."""
-    one, per_vector = window(dtype), ALIGNMENT // dtype.itemsize
-    sizes = [*range(1, 2 * per_vector + 2)]
-    for windows in (1, 2):
-        sizes += range(windows * one - per_vector - 1, windows * one + per_vector + 2)
-    batch, end = [], 0
-    for size in sizes:
-        for offset in range(per_vector):
-            gap = 1 + (offset - end - 1) % per_vector
-            batch.append([(dtype, gap, size)])
-            end += gap + size
-    return batch
-
-
 def values(
     dtype: torch.dtype, count: int, kind: str, generator: torch.Generator, device: torch.device
 ) -> torch.Tensor:
     """Normal values; or values of any exponent, with subnormals; or random bits."""
     if kind == "normal":
-        drawn = torch.randn(count, generator=generator, device=device, dtype=torch.float32)
-        return (64 * drawn).to(dtype)
+        return (64 * torch.randn(count, generator=generator, device=device)).to(dtype)
     width = 8 * dtype.itemsize
     low, high = -(2 ** (width - 1)), 2 ** (width - 1) - 1
     bits = torch.randint(low, high, (count,), dtype=BITS[dtype], generator=generator, device=device)

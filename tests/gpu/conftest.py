@@ -46,17 +46,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Name of a backend with kernels for GPUs."""
-    return available(request.param)
-
-
-@pytest.fixture(params=(*BACKENDS, "aten"))
-def any_backend(request: pytest.FixtureRequest) -> str:
-    """Name of a backend: one with kernels, or that of GPUs without kernels."""
-    return request.param if request.param == "aten" else available(request.param)
-
-
-def available(name: str) -> str:
-    if reason := unavailable_reason(name):
+    """Name of a backend with kernels for GPUs, or "aten" where a test asks for it."""
+    if request.param in BACKENDS and (reason := unavailable_reason(request.param)):
         pytest.skip(reason)
-    return name
+    return request.param

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,10 +46,6 @@ def kernels_of(backend: str, device: torch.device) -> Any:
     kernels = backends.choose(backend).kernels_for(device)
     assert kernels is not torch_ops
     return kernels
-
-
-def flag(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 @contextlib.contextmanager
@@ -130,17 +127,16 @@ class Twin:
         self.loss = torch.ones((), device=loss_on or device)
         self.norm = torch.zeros((), device=device)
         scaler.scale(self.loss)
-        self.params: list[list[torch.Tensor]] = []
-        for o in range(optimizers):
-            values = [
-                make_gradient(layout, dtypes[i % len(dtypes)], 1000 * o + i)
-                for i, layout in enumerate(LAYOUTS)
+        on = itertools.cycle(places or [device])
+        of = itertools.cycle(dtypes)
+        # Strides are kept, since the fused kernels walk over memory.
+        self.params = [
+            [
+                torch.nn.Parameter(make_gradient(layout, next(of), o).to(next(on)))
+                for layout in LAYOUTS
             ]
-            # Strides are kept, since the fused kernels walk over memory.
-            on = [(places or (device,))[i % (len(places) or 1)] for i in range(len(LAYOUTS))]
-            self.params.append(
-                [torch.nn.Parameter(v.to(place)) for v, place in zip(values, on, strict=True)]
-            )
+            for o in range(optimizers)
+        ]
         self.optimizers = [MAKERS[kind](params) for params in self.params]
 
     def unscaled(self, seed: int, o: int = 0) -> list[torch.Tensor]:

@@ -53,11 +53,11 @@ def kernels() -> list[Callable[[], object]]:
     calls: list[Callable[[], object]] = [partial(launch.update_scale, scales)]
     for dtype in FLOATS:
         calls += [partial(prepare, variant) for variant in known.variants(dtype)]
-    for dtype, flag in itertools.product(halves, (None, one)):
-        calls.append(partial(narrow, dtype, flag))
-    for dtype, coefficient in itertools.product(halves, (False, True)):
-        plain = known.Variant(dtype, True, known.Factor.TIMES_RECIPROCAL, paired=True)
-        calls.append(partial(prepare, known.replace(plain, coefficient=coefficient)))
+    for dtype, given in itertools.product(halves, (False, True)):
+        calls.append(partial(narrow, dtype, one if given else None))
+        pairs = {"coefficient": given, "paired": True}
+        variant = known.Variant(dtype, True, known.Factor.TIMES_RECIPROCAL, **pairs)
+        calls.append(partial(prepare, variant))
     norms = (torch.float32, torch.float64)
     for norm, largest, divisor, sigmas in itertools.product(norms, *(3 * [(False, True)])):
         clip = known.clip_of(norm, largest, divisor, sigmas, device)

@@ -16,8 +16,8 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
 from batches import KINDS, check_epilogues, random_batch, run_batch  # noqa: E402
-from gpu_support import REHEARSES, flag, gpu, kernels_of, unavailable_reason  # noqa: E402
-from support.kernels import grads_of, run_unscale, wide  # noqa: E402
+from gpu_support import REHEARSES, gpu, kernels_of, unavailable_reason  # noqa: E402
+from support.kernels import flag, grads_of, run_unscale, wide  # noqa: E402
 from support.models import check_random_lists, check_times  # noqa: E402
 
 # Time for random lists, behind what the first of them compiles.
@@ -58,9 +58,8 @@ def main(backend: str, seconds: float) -> int:
     kernels = kernels_of(backend, device)
     try:
         while seed < len(KINDS) or time.monotonic() < begin + seconds:
-            arguments: Any = {"kind": KINDS[seed % len(KINDS)], "is_scale": seed % 2 == 1}
-            batch = random_batch(seed, lists)
-            run_batch(kernels, batch, device, seed=seed, factor=1 / 3, **arguments)
+            how: Any = {"kind": KINDS[seed % len(KINDS)], "is_scale": seed % 2 == 1}
+            run_batch(kernels, random_batch(seed, lists), device, seed=seed, factor=1 / 3, **how)
             seed += 1
         if not seconds:
             run_modes(kernels, device)

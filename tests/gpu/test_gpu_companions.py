@@ -1,4 +1,4 @@
-"""Master weights, `sync_free_`, `LateScheduler` and scale policies on a GPU."""
+"""Master weights, `sync_free_` and `LateScheduler` on a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import A_WHILE, MAKERS, kernels_of, no_syncs, skip_without
+from gpu_support import A_WHILE, MAKERS, no_syncs, skip_without
 from support.comparison import TorchScaler, assert_same
-from support.models import POLICIES, check_policy
 from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, parameters
 
 import ampfast
@@ -102,8 +101,3 @@ def test_the_schedule_advances_while_the_device_is_busy(device: torch.device, ba
     assert not_waited_for == {False, True}, "the host waits for steps"
     scheduler.flush()
     assert scheduler.last_epoch == 10 - len(skipped)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_scale_policies_over_random_steps(backend: str, device: torch.device, policy: str) -> None:
-    check_policy(kernels_of(backend, device), device, policy)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import KINDS, every_offset_batch, random_batch, run_batch
-from gpu_support import flag, kernels_of
+from batches import KINDS, random_batch, run_batch
+from gpu_support import kernels_of
+from support import models
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient
-from support.kernels import grads_of, inverse_of, run_check, run_sums, run_unscale, window
-from support.models import check_random_lists, check_times, marked, track_for
+from support.kernels import flag, grads_of, inverse_of, run_check, run_sums, run_unscale, window
+from support.models import marked, track_for
 
 from ampfast.backends.core import Update
 
@@ -43,16 +44,13 @@ def test_ten_thousand_random_lists(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sizes_around_the_window_and_ten_thousand_tensors(
-    backend: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    kernels, chance = kernels_of(backend, device), random.Random(5)
+def test_ten_thousand_tensors(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    chance = random.Random(5)
+    views = [(dtype, 1, chance.randint(1, 700)) for _ in range(10_000)]
+    views[77] = (dtype, 1, 3 * window(dtype) + 1)
     how: Any = {"kind": "normal", "factor": 1 / 3, "is_scale": False, "seed": 1}
-    run_batch(kernels, every_offset_batch(dtype), device, **how)
-    long = [(dtype, 1, chance.randint(1, 700)) for _ in range(10_000)]
-    long[77] = (dtype, 1, 3 * window(dtype) + 1)
     for bad in (0.0, 1e-3):
-        run_batch(kernels, [long], device, **how, bad=bad)
+        run_batch(kernels_of(backend, device), [views], device, **how, bad=bad)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -100,10 +98,12 @@ def test_norms_have_the_same_bits_on_every_grid(
         kernels._launcher.limit_programs(0)
 
 
-def test_random_lists_are_tracked(backend: str, device: torch.device) -> None:
+def test_marks_and_policies_are_those_of_the_models(backend: str, device: torch.device) -> None:
     kernels = kernels_of(backend, device)
-    check_random_lists(kernels, device, range(60))
-    check_times(kernels, device)
+    models.check_random_lists(kernels, device, range(60))
+    models.check_times(kernels, device)
+    for policy in models.POLICIES:
+        models.check_policy(kernels, device, policy)
 
 
 @pytest.mark.parametrize("backoff", [0.5, 0.3])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import Twin, no_syncs, skip_without
+from gpu_support import BACKENDS, Twin, no_syncs, skip_without
 from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient, parameter_with
 from support.models import assert_clipped, assert_norm, exact_norm
@@ -21,24 +21,27 @@ from ampfast import GradScaler, Percentile, Sigmas, ZScore
 BAD = (math.inf, -math.inf, math.nan)
 
 
+every_backend = pytest.mark.parametrize("backend", [*BACKENDS, "aten"], indirect=True)
+
+
+@every_backend
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_programs(any_backend: str, device: torch.device, kind: str, seed: int) -> None:
+def test_random_programs(backend: str, device: torch.device, kind: str, seed: int) -> None:
     """Clipping, overflows, states saved and loaded, separate and fused updates."""
     skip_without(kind, OPTIMIZERS[kind], device)
     chance = random.Random(f"{kind} {seed}")
     # Gradients that torch's fused kernels take in one optimizer on a GPU.
-    arguments: Any = {
-        "dtypes": (torch.float32, torch.float64),
-        "optimizers": chance.choice((1, 1, 2, 6)),
-    }
+    dtypes, optimizers = (torch.float32, torch.float64), chance.choice((1, 1, 2, 6))
     settings = {
         "init_scale": chance.choice((2.0**10, 3.0)),
         "growth_factor": chance.choice((2.0, 1.1)),
         "growth_interval": chance.choice((1, 3)),
     }
-    scalers = (GradScaler(backend=any_backend, **settings), TorchScaler(**settings))
-    ours, theirs = (Twin(scaler, kind, device, **arguments) for scaler in scalers)
+    scalers = (GradScaler(backend=backend, **settings), TorchScaler(**settings))
+    ours, theirs = (
+        Twin(scaler, kind, device, dtypes=dtypes, optimizers=optimizers) for scaler in scalers
+    )
     for iteration in range(12):
         bad = chance.choice(BAD) if chance.random() < 0.3 else None
         bad_at = chance.randrange(len(ours.optimizers))
@@ -59,18 +62,19 @@ def test_random_programs(any_backend: str, device: torch.device, kind: str, seed
         assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
 
 
+@every_backend
 @pytest.mark.parametrize("way", ["step", "together"])
 @pytest.mark.parametrize("kind", ["quiet", "quiet_fused"])
 @pytest.mark.parametrize("loss_on", ["gpu", "cpu"])
 @pytest.mark.parametrize("places", ["gpu", "gpu cpu", "cpu gpu"])
 def test_all_dtypes_in_all_places(
-    any_backend: str, device: torch.device, places: str, loss_on: str, kind: str, way: str
+    backend: str, device: torch.device, places: str, loss_on: str, kind: str, way: str
 ) -> None:
     """Gradients and flags alone: torch's own steps read flags on the CPU before they arrive."""
     on = {"gpu": device, "cpu": torch.device("cpu")}
-    scaler = GradScaler(backend=any_backend, init_scale=2.0**8, allow_fp16=True)
+    scaler = GradScaler(backend=backend, init_scale=2.0**8, allow_fp16=True)
     # torch's op takes no bfloat16 on a GPU.
-    dtypes = [d for d in FLOATS if any_backend != "aten" or d is not torch.bfloat16]
+    dtypes = [d for d in FLOATS if backend != "aten" or d is not torch.bfloat16]
     arguments: Any = {"places": [on[place] for place in places.split()], "loss_on": on[loss_on]}
     ours = Twin(scaler, kind, device, dtypes=dtypes, **arguments)
     scale = 2.0**8

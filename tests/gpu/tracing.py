@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def counted(call: Callable[[], object]) -> Counts:
         return counts_in(json.loads(path.read_text())["traceEvents"])
 
 
+@cache
 def why_profiler_is_blind() -> str:
     """Reason why kernels cannot be counted here, or an empty text."""
     x = torch.ones(3, device="cuda")

@@ -72,8 +72,8 @@ def _pass(
 CHUNK = _C.CHUNK
 
 
-def flag(value: float = 0.0) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
+def flag(value: float = 0.0, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def torch_unscale_(grads: list[torch.Tensor], inverse: float) -> torch.Tensor:
