@@ -151,40 +151,8 @@ def assert_eventful(trace: Trace) -> None:
     assert all(p.isfinite().all() for p in trace.parameters)
 
 
-@dataclass(frozen=True)
-class Way:
-    """Treatment of the gradients in an iteration.
-
-    Attributes:
-        name: "step", "unscale" before it, "together" for `step_and_update`, "clip" in place, or
-            "defer" for `clip_grad_norm_(in_place=False)`.
-        parts: Backward passes in one iteration.
-    """
-
-    name: str = "step"
-    parts: int = 1
-
-    def finish(self, scaler: Any, optimizer: Any, trace: Trace) -> None:
-        if self.name == "unscale":
-            scaler.unscale_(optimizer)
-        elif self.name in ("clip", "defer"):
-            norm = scaler.clip_grad_norm_(optimizer, 8.0, in_place=self.name == "clip")
-            trace.norms.append(norm.item())
-        if self.name == "together" and isinstance(scaler, GradScaler):
-            scaler.step_and_update(optimizer)
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-
-
-WAYS = {
-    "step": Way(),
-    "unscale": Way("unscale"),
-    "together": Way("together"),
-    "accumulate": Way(parts=2),
-    "clip": Way("clip"),
-    "defer": Way("defer"),
-}
+# Ends of an iteration, see `finish`; "accumulate" is a step after two backward passes.
+WAYS = ("step", "unscale", "together", "accumulate", "clip", "defer")
 # Every optimizer, and every way with one plain and one fused optimizer.
 PAIRS = [
     *((kind, "step") for kind in OPTIMIZERS),
@@ -193,12 +161,37 @@ PAIRS = [
 ]
 
 
+def finish(
+    scaler: Any, optimizer: Any, way: str, max_norm: float = 1.0, **clip: Any
+) -> Tensor | None:
+    """Steps and updates in a way; returns the norm if one was asked for.
+
+    "unscale", "norm" or "clip" precede the step, where "clip 3" is one by the norm of that order;
+    "defer" is a clip with `in_place=False`, "together" `step_and_update`.
+    """
+    name, _, order = way.partition(" ")
+    norm = None
+    if name == "unscale":
+        scaler.unscale_(optimizer)
+    elif name == "norm":
+        norm = scaler.grad_norm(optimizer)
+    elif name in ("clip", "defer"):
+        more = {"in_place": name == "clip", **clip}
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, float(order or 2), **more)
+    if name == "together" and isinstance(scaler, GradScaler):
+        scaler.step_and_update(optimizer)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    return norm
+
+
 def train(
     model: Any,
     optimizer: Any,
     scaler: Any,
     batches: Callable[[int, int], Batch],
-    way: Way = WAYS["step"],
+    way: str = "step",
     *,
     steps: int,
     divisor: float = 1.0,
@@ -214,7 +207,7 @@ def train(
         optimizer: Optimizer of the model's parameters.
         scaler: Ours or torch's.
         batches: Batches by step and microbatch.
-        way: Treatment of the gradients.
+        way: One of `WAYS`.
         steps: Number of steps.
         divisor: Divisor of the loss: the number of ranks if their batches are joined.
         params: Returns the parameters to record; those of the model by default.
@@ -222,18 +215,19 @@ def train(
         prepare: Called with the step number after the backward passes.
         every_part: Context of a backward pass, given whether it is the step's last.
     """
-    trace = Trace()
+    trace, parts = Trace(), 1 + (way == "accumulate")
     for step in range(steps):
         optimizer.zero_grad()
-        for part in range(way.parts):
-            last = part == way.parts - 1
+        for part in range(parts):
+            last = part == parts - 1
             with every_part(last) if every_part else contextlib.nullcontext():
                 loss = batches(step, part).loss(model)
-                scaler.scale(loss / (divisor * way.parts)).backward()
+                scaler.scale(loss / (divisor * parts)).backward()
         if prepare is not None:
             prepare(step)
         before = scaler.get_scale()
-        way.finish(scaler, optimizer, trace)
+        norm = finish(scaler, optimizer, way, 8.0)
+        trace.norms += [] if norm is None else [norm.item()]
         # torch shows a skipped step in the scale alone.
         skipped = scaler.get_scale() < before
         if isinstance(scaler, GradScaler):

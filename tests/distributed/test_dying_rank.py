@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS, SETTINGS, WAYS, Heads, Trace, batches_of
+from exact_training import OPTIMIZERS, SETTINGS, Heads, batches_of, finish
 from support.comparison import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -60,7 +60,7 @@ def trained(setting: str, kind: str, way: str, end: str) -> str | None:
             if last and rank == 1 and end == "hangs":
                 time.sleep(2 * PATIENCE.total_seconds())
                 return None
-            WAYS[way].finish(scaler, optimizer, Trace())
+            finish(scaler, optimizer, way)
         except RuntimeError as error:
             assert last, error
             assert_same(([local(p) for p in params], scaler._scale), before)

@@ -10,12 +10,12 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from exact_training import finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from traffic import sent
 
 import ampfast
 from ampfast import GradScaler, LateScheduler, ShardedGradScaler, Sigmas
@@ -35,18 +35,6 @@ def parameter(layout: str, size: int = 1) -> nn.Parameter:
 def scaler_for(layout: str, **more: Any) -> GradScaler:
     group = {"process_group": dist.group.WORLD} if layout == "parts" else {}
     return GradScaler("cpu", init_scale=8.0, growth_interval=2, **group, **more)
-
-
-def iterate(scaler: Any, optimizer: torch.optim.Optimizer, way: str, **clip: Any) -> None:
-    if way == "unscale":
-        scaler.unscale_(optimizer)
-    elif way == "clip":
-        scaler.clip_grad_norm_(optimizer, 1.0, **clip)
-    if way == "together":
-        scaler.step_and_update(optimizer)
-    else:
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def fill(scaler: Any, param: nn.Parameter, values: tuple[float | None, ...]) -> None:
@@ -69,7 +57,7 @@ def scales(layout: str) -> list[list[float]]:
         results.append([])
         for peaks in PEAKS:
             fill(scaler, param, peaks)
-            iterate(scaler, optimizer, way)
+            finish(scaler, optimizer, way)
             results[-1].append(scaler.get_scale())
     return results
 
@@ -81,7 +69,7 @@ def test_policies_follow_the_largest_of_all(layout: str) -> None:
     for peaks in PEAKS:
         scaler.scale(torch.zeros(()))
         param.grad = scaler.get_scale() * torch.tensor(peaks)
-        iterate(scaler, torch.optim.SGD([param], lr=0.1), "step")
+        finish(scaler, torch.optim.SGD([param], lr=0.1), "step")
         alone.append(scaler.get_scale())
     for results in ranks.run(scales, layout):
         assert results == [alone] * len(results)
@@ -110,7 +98,7 @@ def spikes(layout: str, steps: list[Any]) -> list[Any]:
         reasons = []
         for norms in steps:
             fill(scaler, param, norms)
-            iterate(scaler, optimizer, way, **({"skip_above": above} if way == "clip" else {}))
+            finish(scaler, optimizer, way, **({"skip_above": above} if way == "clip" else {}))
             reasons.append(scaler.skip_reason(optimizer))
         results.append((reasons, scaler.stats().spikes, scaler.state_dict()))
     return results
@@ -131,36 +119,18 @@ def test_ranks_without_gradients_skip_spikes_alike() -> None:
         assert (reasons, count) == ([None, None, "spike"] * 2, 2)
 
 
-def traffic_of(way: str, more: dict[str, Any]) -> list[tuple[str, int]]:
-    above = more.pop("skip_above", None)
-    scaler, param = scaler_for("parts", **more), parameter("parts")
-    scaler.skip_above = above
-    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
-    fill(scaler, param, (1.0, 1.0))
-    return sent(lambda: iterate(scaler, optimizer, way))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_traffic(way: str) -> None:
-    def sizes(**more: Any) -> list[int]:
-        [first, second] = ranks.run(traffic_of, way, more)
-        assert first == second and {name for name, _ in first} == {"gloo:all_reduce"}
-        return [size for _, size in first]
-
-    # The norm's collective adds up, so that the peak needs one of its own.
-    assert sizes(policy=ampfast.LogMax()) == [16] * (2 if way == "clip" else 1)
-    assert sizes(track="overflow") == [16 if way == "clip" else 4]
-    for above in (20.0, Sigmas(6.0)):
-        assert sizes(skip_above=above) == [16]
-
-
 # Overflow reports
 
 
 def reports_of(layout: str) -> list[list[Any]]:
     """Totals of the overflow report after each of four steps, by way."""
     rank, results = dist.get_rank(), []
-    for way, fused in (*((w, False) for w in WAYS), ("step", True), ("defer", True), ("odd", True)):
+    for way, fused in (
+        *((w, False) for w in WAYS),
+        ("step", True),
+        ("defer", True),
+        ("clip 3", True),
+    ):
         params = [parameter(layout, 2) for _ in range(3)]
         optimizer = torch.optim.Adam(params, lr=1.0, fused=fused)
         scaler = scaler_for(layout, track="overflow")
@@ -178,11 +148,7 @@ def reports_of(layout: str) -> list[list[Any]]:
             name, value = bad.get(rank, ("a", 1.0))
             grad = params["abc".index(name)].grad
             getattr(grad, "_local_tensor", grad)[-1] = value
-            if way == "defer":
-                scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
-            elif way == "odd":
-                scaler.clip_grad_norm_(optimizer, 1.0, 3.0)
-            iterate(scaler, optimizer, way)
+            finish(scaler, optimizer, way)
             rows = scaler.overflow_report().totals
             results[-1].append([(r.name, r.kind, r.step, r.infinities, r.nans) for r in rows])
     return results
@@ -207,7 +173,7 @@ def unequal() -> tuple[list[str], list[str], bool]:
             optimizer.add_param_group({"params": [parameter("parts")]})
         for param in params:
             fill(scaler, param, (1.0, math.inf))
-        iterate(scaler, optimizer, "step")
+        finish(scaler, optimizer, "step")
     reports = scaler.overflow_report(), scaler.overflow_report(local=True)
     joint, own = ([row.name for row in report.parameters] for report in reports)
     return joint, own, scaler.step_skipped(optimizer)
@@ -238,7 +204,7 @@ def bad_module(wrapper: str) -> list[str | None]:
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale(wrapped(torch.rand(3, 4)).sum()).backward()
-        iterate(scaler, optimizer, "step")
+        finish(scaler, optimizer, "step")
     reports = scaler.overflow_report(local=True), scaler.overflow_report()
     return [None if each.module is None else each.module.module for each in reports]
 
@@ -254,7 +220,7 @@ def ends_at() -> tuple[int, str]:
     for step in range(9):
         fill(scaler, param, (1.0, math.nan if step >= 2 else 1.0))
         try:
-            iterate(scaler, optimizer, "step")
+            finish(scaler, optimizer, "step")
         except FloatingPointError as error:
             return step, str(error)
     return -1, ""
@@ -284,7 +250,7 @@ def advanced(fused: bool, has_group: bool, is_late: bool) -> list[int]:
     for step in range(6):
         seen.append(schedule.last_epoch)
         fill(scaler, param, (None, math.inf if step in SKIPPED else 1.0))
-        iterate(scaler, optimizer, "step")
+        finish(scaler, optimizer, "step")
         if is_late or not scaler.step_skipped(optimizer):
             schedule.step()
     if is_late:

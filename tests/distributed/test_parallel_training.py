@@ -227,8 +227,8 @@ def trained(setup: str, cases: list[Case]) -> list[Trace]:
         model = more.pop("model")
         optimizer = more.pop("optimizer", None) or OPTIMIZERS[case.kind](model.parameters())
         scaler = more.pop("make", ampfast.GradScaler)(**SETTINGS)
-        way, batches = WAYS[case.way], more.pop("batches")
-        traces.append(train(model, optimizer, scaler, batches, way, steps=case.steps, **more))
+        batches = more.pop("batches")
+        traces.append(train(model, optimizer, scaler, batches, case.way, steps=case.steps, **more))
     return traces
 
 
@@ -245,7 +245,7 @@ def alone(cases: list[Case], feeds: Sequence[int]) -> list[Trace]:
             OPTIMIZERS[case.kind](model.parameters()),
             SCALERS["ours" if ours else "torch"](**SETTINGS),
             batches_of(feeds),
-            WAYS[case.way],
+            case.way,
             steps=case.steps,
             divisor=len(feeds),
             prepare=None if missing is None else functools.partial(forget, model, missing),

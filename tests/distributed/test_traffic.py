@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS
+from exact_training import OPTIMIZERS, finish
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from traffic import sent
+from torch.profiler import ProfilerActivity, profile
 
-from ampfast import GradScaler
+from ampfast import GradScaler, LogMax, Sigmas
 
 FLAG = ("gloo:all_reduce", 4)
 # Two float64: norm term and flag.
@@ -38,19 +42,25 @@ CASES = [
 Sent = list[tuple[str, int]]
 
 
-def iterate(scaler: Any, optimizer: Any, way: str) -> None:
-    if way == "unscale":
-        scaler.unscale_(optimizer)
-    elif way == "norm":
-        scaler.grad_norm(optimizer)
-    elif way != "step" and way != "together":
-        order = math.inf if way == "clip inf" else 2.0
-        scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=way != "defer")
-    if way == "together":
-        scaler.step_and_update(optimizer)
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "int": 4, "long int": 8, "unsigned char": 1}
+
+
+def sent(call: Callable[[], object]) -> list[tuple[str, int]]:
+    """Runs `call`; returns its collectives in order, with the bytes sent by a rank."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = [e for e in events if e.get("ph") == "X" and e["name"].startswith("gloo:")]
+    return [_collective(event) for event in sorted(events, key=lambda event: event["ts"])]
+
+
+def _collective(event: dict) -> tuple[str, int]:
+    said = event["args"]
+    pairs = zip(said.get("Input Dims", []), said.get("Input type", []), strict=True)
+    return event["name"], sum(math.prod(shape) * _BYTES[kind] for shape, kind in pairs)
 
 
 def gradients(layout: str) -> list[torch.Tensor]:
@@ -91,9 +101,9 @@ def traffic(group: str, layout: str) -> dict[tuple[str, str, bool], Sent]:
                 first = params[0].grad
                 (first.to_local() if isinstance(first, DTensor) else first)[0] = math.inf
             if is_warm:
-                seen[way, kind, bad] = sent(lambda s=scaler, o=optimizer, w=way: iterate(s, o, w))
+                seen[way, kind, bad] = sent(lambda s=scaler, o=optimizer, w=way: finish(s, o, w))
             else:
-                iterate(scaler, optimizer, way)
+                finish(scaler, optimizer, way)
     return seen
 
 
@@ -118,6 +128,27 @@ def test_nothing_is_sent_without_need() -> None:
 def test_one_collective_carries_all(group: str, layout: str) -> None:
     for seen in ranks.run(traffic, group, layout, ranks=4):
         assert seen == {(way, *rest): WAYS[way] for way, *rest in CASES}
+
+
+def of_feature(way: str, more: dict[str, Any]) -> Sent:
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = OPTIMIZERS["fused_adam"]([param])
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD, **more)
+    param.grad = scaler.scale(torch.ones(1))
+    return sent(lambda: finish(scaler, optimizer, way))
+
+
+@pytest.mark.parametrize("way", ["step", "unscale", "clip", "together"])
+def test_features_send_no_more(way: str) -> None:
+    flag = BOTH if way == "clip" else FLAG
+    for more, expected in (
+        # The norm's collective adds up, so that the peak needs one of its own.
+        ({"policy": LogMax()}, [BOTH] * (2 if way == "clip" else 1)),
+        ({"track": "overflow"}, [flag]),
+        ({"skip_above": 20.0}, [BOTH]),
+        ({"skip_above": Sigmas(6.0)}, [BOTH]),
+    ):
+        assert ranks.run(of_feature, way, more) == [expected] * 2, more
 
 
 def counts_itself() -> Sent:
