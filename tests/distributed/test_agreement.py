@@ -14,9 +14,11 @@ from exact_training import OPTIMIZERS, whole
 from support.comparison import started
 from support.gradients import parameter_like, parameter_with
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import SGD
 
+import ampfast
 from ampfast import GradScaler, functional
 
 
@@ -186,3 +188,31 @@ def nothing(kind: str, way: str) -> str:
 def test_no_rank_has_a_gradient(kind: str, way: str) -> None:
     said = "No inf checks were recorded for this optimizer."
     assert ranks.run(nothing, kind, way) == [said, said]
+
+
+def norms_of(strategy: str) -> tuple[float, float]:
+    """Norm of a model's gradients, by ampfast and by FSDP."""
+    torch.manual_seed(0)
+    shape = (2, 2) if strategy == "HYBRID_SHARD" else (4,)
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(4, 4),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+        device_mesh=init_device_mesh(
+            "cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]
+        ),
+        use_orig_params=True,
+    )
+    if strategy == "NO_SHARD":
+        ampfast.mark_replicated(model.parameters())
+    scaler = ampfast.ShardedGradScaler("cpu", process_group=model.process_group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.unscale_(optimizer)
+    return scaler.grad_norm(optimizer).item(), model.clip_grad_norm_(1e9).item()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+def test_the_norm_of_every_strategy(strategy: str) -> None:
+    for ours, theirs in ranks.run(norms_of, strategy, ranks=4):
+        assert ours == pytest.approx(theirs, rel=1e-6)
