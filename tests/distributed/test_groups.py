@@ -98,16 +98,14 @@ def test_a_world_older_than_the_import_of_torchs_class() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_disabled_sharded_scaler_needs_no_world() -> None:
+def test_without_a_world() -> None:
+    """A disabled scaler needs none, an enabled one says what torch's does."""
     scaler = ShardedGradScaler("cpu", enabled=False)
     optimizer = SGD([parameter_like(torch.tensor([3.0, 4.0]))], lr=1.0)
     assert scaler.grad_norm(optimizer).item() == 5.0
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 5.0
     scaler.step(optimizer)
     scaler.update()
-
-
-def test_a_missing_world_is_reported_as_by_torchs() -> None:
     said = []
     for kind in (TorchSharded, ShardedGradScaler):
         optimizer = SGD([parameter_with(torch.ones(2))], lr=1.0)
@@ -158,42 +156,33 @@ def other_mesh() -> Any:
     return ampfast.mark_replicated([parameter_like(grad)], group=group)
 
 
-def scaler_with(make: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: GradScaler("cpu", process_group=make())
-
-
-def marked_with(make: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: ampfast.mark_replicated([torch.ones(2)], group=make())
-
-
+NOT_IN_IT = "ValueError: {} does not contain this rank"
+NO_GROUP = "TypeError: {} must be a torch.distributed.ProcessGroup"
+# Groups that are refused on rank 0 of two.
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: dist.new_group([1]), NOT_IN_IT),
+    (lambda: DeviceMesh("cpu", [1]), NOT_IN_IT),
+    (lambda: Alone(rank=-1), NOT_IN_IT),
+    (lambda: init_device_mesh("meta", (2,)), "ValueError: {} is a mesh of 'meta', not of 'cpu'"),
+    (lambda: [0, 1], NO_GROUP),
+    (lambda: SimpleNamespace(rank=lambda: 0, size=lambda: 1), NO_GROUP),
+]
+TAKES = "TypeError: mark_replicated takes parameters, got "
 # Calls that are refused on rank 0, by their error.
 INVALID: list[tuple[Callable[[], Any], str]] = [
     *(
-        (call(make), says.format(name))
-        for call, name in ((scaler_with, "process_group"), (marked_with, "group"))
-        for make, says in (
-            (lambda: dist.new_group([1]), "ValueError: {} does not contain this rank"),
-            (lambda: DeviceMesh("cpu", [1]), "ValueError: {} does not contain this rank"),
-            (lambda: Alone(rank=-1), "ValueError: {} does not contain this rank"),
-            (
-                lambda: init_device_mesh("meta", (2,)),
-                "ValueError: {} is a mesh of 'meta', not of 'cpu'",
-            ),
-            (lambda: [0, 1], "TypeError: {} must be a torch.distributed.ProcessGroup"),
-            (
-                lambda: SimpleNamespace(rank=lambda: 0, size=lambda: 1),
-                "TypeError: {} must be a torch.distributed.ProcessGroup",
-            ),
-        )
+        (lambda make=make: GradScaler("cpu", process_group=make()), said.format("process_group"))
+        for make, said in REFUSED
+    ),
+    *(
+        (lambda make=make: ampfast.mark_replicated([torch.ones(2)], make()), said.format("group"))
+        for make, said in REFUSED
     ),
     (other_mesh, "ValueError: the group of a DTensor must have the ranks of its DeviceMesh"),
+    (lambda: ampfast.mark_replicated([torch.ones(1), "weight"]), f"{TAKES}str"),
     (
-        lambda: ampfast.mark_replicated([torch.ones(1), "weight"]),  # type: ignore[list-item]
-        "TypeError: mark_replicated takes parameters, got str",
-    ),
-    (
-        lambda: ampfast.mark_replicated(torch.nn.Linear(1, 1)),  # type: ignore[arg-type]
-        "TypeError: mark_replicated takes parameters, got Linear: write module.parameters()",
+        lambda: ampfast.mark_replicated(torch.nn.Linear(1, 1)),
+        f"{TAKES}Linear: write module.parameters()",
     ),
 ]
 

@@ -76,10 +76,31 @@ class Fused(torch.optim.SGD):
 # Builders of steps, each given the rank that overflows and the value
 
 
-Builder = Callable[[int | None, float], Step]
-BUILDERS: dict[str, Builder] = {}
 # Of the scaler's group, by what it is: ranks that agree.
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+
+def placed(value: torch.Tensor, how: str) -> torch.Tensor:
+    """Distributes a tensor that every rank has."""
+    if how == "plain":
+        return value.clone()
+    name, _, spec = how.rpartition(":")
+    kinds = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
+    placements = [kinds[each] for each in spec.split(",")]
+    mesh = square()[name] if name else line() if len(placements) == 1 else square()
+    shards = [Replicate() if p.is_partial() else p for p in placements]
+    tensor = DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim)
+    local = tensor.redistribute(placements=shards).to_local().clone()
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            # Summands are integers, some of them negative; one infinite summand is enough.
+            size, mine = mesh.size(dim), mesh.get_local_rank(dim)
+            part = local * (size + 2 if mine == 0 else -1 - 2 / (size - 1))
+            bad = local if mine == 0 else torch.zeros_like(local)
+            local = torch.where(local.isfinite(), part, bad)
+    return DTensor.from_local(
+        local, mesh, placements, shape=value.shape, stride=value.stride(), run_check=False
+    )
 
 
 def parts(kind: str, bad: int | None, value: float) -> Step:
@@ -103,37 +124,19 @@ def parts(kind: str, bad: int | None, value: float) -> Step:
     return Step(params, elements, made(), members).plant(bad, value)
 
 
-for _kind in ("world", "mesh", "a", "b", "pairs", "foreign", "derived", "foreign pairs"):
-    BUILDERS[f"parts, {_kind}"] = functools.partial(parts, _kind)
-
-
-def foreign_beside_meshes(kind: str, bad: int | None, value: float) -> Step:
-    """Shards on a mesh whose rows are the foreign group."""
-    rank = dist.get_rank()
-    row = ROWS[rank // 2]
-    placements, count, members = {
-        "in it": ([Replicate(), Shard(0)], row, row),
-        "across": ([Shard(0), Replicate()], (0, 2), ALL),
-        "both": ([Shard(0), Shard(0)], ALL, ALL),
-    }[kind]
-    grad = DTensor.from_local(torch.full((1,), rank + 1.0), square(), placements)
-    elements = [torch.tensor([r + 1.0 for r in count])]
-    step = Step([parameter_like(grad)], elements, Foreign(pair(*ROWS)), members)
-    step.replicas = row if kind == "across" else ()
+def foreign_beside_mesh(how: str, bad: int | None, value: float) -> Step:
+    """On a mesh whose rows are the foreign group."""
+    row, values = ROWS[dist.get_rank() // 2], torch.arange(1.0, 5.0)
+    members = row if how == "R,S0" else ALL
+    step = Step([parameter_like(placed(values, how))], [values], Foreign(pair(*ROWS)), members)
+    step.replicas = row if how == "S0,R" else ()
     return step.plant(bad, value)
-
-
-for _kind in ("in it", "across", "both"):
-    BUILDERS[f"foreign group, shards {_kind}"] = functools.partial(foreign_beside_meshes, _kind)
 
 
 def stages(bad: int | None, value: float) -> Step:
     """Pipeline of two stages on two ranks each: the first sharded, the second replicated."""
-    values = torch.tensor([1.0, 2.0, 2.0, 4.0])
-    grad = values.clone()
-    if dist.get_rank() < 2:
-        grad = distribute_tensor(values, square()["b"], [Shard(0)])
-    same = torch.full((4,), 3.0)
+    values, same = torch.tensor([1.0, 2.0, 2.0, 4.0]), torch.full((4,), 3.0)
+    grad = placed(values, "b:S0" if dist.get_rank() < 2 else "plain")
     params = [parameter_like(grad), parameter_like(same.clone())]
     ampfast.mark_replicated(params[1:])
     return Step(params, [values, values, same], square()["a"], replicas=(2, 3)).plant(bad, value)
@@ -141,7 +144,7 @@ def stages(bad: int | None, value: float) -> Step:
 
 def on_some_ranks(sharded: bool, bad: int | None, value: float) -> Step:
     """A gradient on all ranks together with one on a mesh of the last two."""
-    params = [parameter_like(distribute_tensor(torch.ones(4), line(), [Shard(0)]))]
+    params = [parameter_like(placed(torch.ones(4), "S0"))]
     last = DeviceMesh("cpu", [2, 3])
     if dist.get_rank() >= 2:
         threes = torch.full((2,), 3.0)
@@ -160,15 +163,14 @@ def other_order(bad: int | None, value: float) -> Step:
 
 def own_beside_shards(bad: int | None, value: float) -> Step:
     """Plain gradients are parts over a group."""
-    shards = distribute_tensor(torch.full((4,), 2.0), line(), [Shard(0)])
-    params = [parameter_like(torch.full((1,), 3.0 + dist.get_rank())), parameter_like(shards)]
-    elements = [torch.full((4,), 2.0), 3.0 + torch.arange(4.0)]
-    return Step(params, elements, dist.group.WORLD).plant(bad, value)
+    twos, own = torch.full((4,), 2.0), torch.full((1,), 3.0 + dist.get_rank())
+    params = [parameter_like(own), parameter_like(placed(twos, "S0"))]
+    return Step(params, [twos, 3.0 + torch.arange(4.0)], dist.group.WORLD).plant(bad, value)
 
 
 def lacking(bad: int | None, value: float) -> Step:
     """Rank 0 has no gradient."""
-    param = parameter_like(distribute_tensor(torch.ones(8), line(), [Shard(0)]))
+    param = parameter_like(placed(torch.ones(8), "S0"))
     if dist.get_rank() == 0:
         param.grad = None
     step = Step([param], [torch.ones(6)], members=(1, 2, 3), is_whole=False)
@@ -177,23 +179,12 @@ def lacking(bad: int | None, value: float) -> Step:
 
 def slice_beside_square(marked: bool, bad: int | None, value: float) -> Step:
     """A mark without a group says nothing of DTensors."""
-    params = [dense("square"), parameter_like(distribute_tensor(EXPERTS[0], square()["a"], [S0]))]
+    values = [DENSE, EXPERTS[0]]
+    params = [parameter_like(placed(*each)) for each in zip(values, ("S0,S0", "a:S0"), strict=True)]
     if marked:
         ampfast.mark_replicated(params)
-    return Step(params, [DENSE, EXPERTS[0]]).plant(bad, value)
+    return Step(params, values).plant(bad, value)
 
-
-S0 = Shard(0)
-BUILDERS |= {
-    "stages": stages,
-    "on some ranks, sharded": functools.partial(on_some_ranks, True),
-    "on some ranks, replicated": functools.partial(on_some_ranks, False),
-    "other order": other_order,
-    "own beside shards": own_beside_shards,
-    "lacking": lacking,
-    "slice": functools.partial(slice_beside_square, False),
-    "marked slice": functools.partial(slice_beside_square, True),
-}
 
 # Mixtures of experts: some parameters are held by a group of ranks, others by all
 
@@ -202,19 +193,6 @@ DENSE = torch.arange(1.0, 9.0)
 EXPERTS = [torch.tensor([3.0, -1.0]), torch.tensor([-20.0, 2.5])]
 # The ranks that hold the same expert.
 HOLDERS = {"columns": COLUMNS, "rows": ROWS, "diagonals": ((0, 3), (1, 2))}
-
-
-def dense(layout: str) -> torch.nn.Parameter:
-    """Parameter with the gradient `DENSE`, held by all ranks."""
-    if layout == "line":
-        return parameter_like(distribute_tensor(DENSE, line(), [S0]))
-    if layout == "square":
-        return parameter_like(distribute_tensor(DENSE, square(), [S0, S0]))
-    if layout == "replicas":  # along the rows
-        return parameter_like(distribute_tensor(DENSE, square(), [S0, Replicate()]))
-    plain = parameter_like(DENSE.clone())
-    ampfast.mark_replicated([plain])
-    return plain
 
 
 def expert(kind: str, holders: str) -> torch.nn.Parameter:
@@ -227,49 +205,51 @@ def expert(kind: str, holders: str) -> torch.nn.Parameter:
     elif kind in ("slice", "partial"):
         mark = square()["a" if both == COLUMNS else "b"]
         if kind == "slice":
-            grad = distribute_tensor(grad, mark, [S0])
+            grad = distribute_tensor(grad, mark, [Shard(0)])
         else:
             grad = DTensor.from_local(grad / 2, mark, [Partial()])
     else:
         mark = [DeviceMesh("cpu", each) for each in both][number]
-        grad = distribute_tensor(grad, mark, [Replicate() if kind == "replicated" else S0])
+        grad = distribute_tensor(grad, mark, [Replicate() if kind == "replicated" else Shard(0)])
     param = parameter_like(grad)
     ampfast.mark_replicated([param], group=mark)
     return param
 
 
-def experts(
-    layout: str, kind: str, holders: str, group: str, bad: int | None, value: float
-) -> Step:
-    params = [dense(layout), expert(kind, holders)]
+def experts(how: str, kind: str, holders: str, group: str, bad: int | None, value: float) -> Step:
+    """A gradient that all ranks hold in some way, and that of an expert."""
+    params = [parameter_like(placed(DENSE, how)), expert(kind, holders)]
     made: Any = {"world": dist.group.WORLD, "mesh": square()}.get(group)
     members: Sequence[int] = ALL
     if group == "half":  # of the ranks, with both experts
         made, members = pair(*ROWS), ROWS[dist.get_rank() // 2]
     step = Step(params, [DENSE, *EXPERTS], made, members)
-    if layout in ("replicas", "plain"):
-        step.replicas = ROWS[dist.get_rank() // 2] if layout == "replicas" else members
+    if how == "plain":
+        ampfast.mark_replicated(params[:1])
+        step.replicas = members
+    elif how == "S0,R":  # along the rows
+        step.replicas = ROWS[dist.get_rank() // 2]
     return step.plant(bad, value)
 
 
-for _case in [
-    ("line", "plain", "columns", "none"),
-    ("line", "plain", "columns", "world"),
-    ("line", "plain", "rows", "mesh"),
-    ("line", "plain", "diagonals", "none"),
-    ("square", "plain", "diagonals", "none"),
-    ("replicas", "plain", "rows", "world"),
-    ("plain", "plain", "diagonals", "mesh"),
-    ("plain", "plain", "columns", "half"),
-    ("line", "slice", "columns", "none"),
-    ("square", "slice", "columns", "world"),
-    ("line", "sharded", "diagonals", "none"),
-    ("plain", "sharded", "rows", "world"),
-    ("line", "replicated", "columns", "none"),
-    ("plain", "replicated", "columns", "world"),
-    ("line", "partial", "rows", "none"),
-]:
-    BUILDERS["experts, " + " ".join(_case)] = functools.partial(experts, *_case)
+# Dense gradient as for `placed`; kind of the expert, its holders, the scaler's group.
+EXPERT_CASES = """
+S0    plain columns none
+S0    plain columns world
+S0    plain rows mesh
+S0    plain diagonals none
+S0,S0 plain diagonals none
+S0,R  plain rows world
+plain plain diagonals mesh
+plain plain columns half
+S0    slice columns none
+S0,S0 slice columns world
+S0    sharded diagonals none
+plain sharded rows world
+S0    replicated columns none
+plain replicated columns world
+S0    partial rows none
+"""
 
 # Lists of DTensors. R: replicated, S0: sharded along rows, P: partial, on the line or the square or
 # one of its lines `a` and `b`; "plain" is a tensor that every rank has.
@@ -296,29 +276,6 @@ LISTS = {
 SHAPES = [(5, 7), (1, 3), (9, 2), (4, 4)]
 
 
-def placed(value: torch.Tensor, how: str) -> torch.Tensor:
-    """Distributes a tensor that every rank has."""
-    if how == "plain":
-        return value.clone()
-    name, _, spec = how.rpartition(":")
-    kinds = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
-    placements = [kinds[each] for each in spec.split(",")]
-    mesh = square()[name] if name else line() if len(placements) == 1 else square()
-    shards = [Replicate() if p.is_partial() else p for p in placements]
-    tensor = DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim)
-    local = tensor.redistribute(placements=shards).to_local().clone()
-    for dim, placement in enumerate(placements):
-        if placement.is_partial():
-            # Summands are integers, some of them negative; one infinite summand is enough.
-            size, mine = mesh.size(dim), mesh.get_local_rank(dim)
-            part = local * (size + 2 if mine == 0 else -1 - 2 / (size - 1))
-            bad = local if mine == 0 else torch.zeros_like(local)
-            local = torch.where(local.isfinite(), part, bad)
-    return DTensor.from_local(
-        local, mesh, placements, shape=value.shape, stride=value.stride(), run_check=False
-    )
-
-
 def listed(names: list[str], bad: int | None, value: float) -> Step:
     """Multiples of 12, which divide exactly into summands; the first or last element is bad."""
     generator = torch.Generator().manual_seed(9)
@@ -331,8 +288,26 @@ def listed(names: list[str], bad: int | None, value: float) -> Step:
     return Step(params, elements, is_list=True)
 
 
-BUILDERS |= {
-    f"list, {name}": functools.partial(listed, kinds.split()) for name, kinds in LISTS.items()
+GROUPS = ("world", "mesh", "a", "b", "pairs", "foreign", "derived", "foreign pairs")
+BUILDERS: dict[str, Callable[[int | None, float], Step]] = {
+    **{f"parts, {kind}": functools.partial(parts, kind) for kind in GROUPS},
+    **{
+        f"foreign group, {how}": functools.partial(foreign_beside_mesh, how)
+        for how in ("R,S0", "S0,R", "S0,S0")
+    },
+    "stages": stages,
+    "on some ranks, sharded": functools.partial(on_some_ranks, True),
+    "on some ranks, replicated": functools.partial(on_some_ranks, False),
+    "other order": other_order,
+    "own beside shards": own_beside_shards,
+    "lacking": lacking,
+    "slice": functools.partial(slice_beside_square, False),
+    "marked slice": functools.partial(slice_beside_square, True),
+    **{
+        f"experts, {case}": functools.partial(experts, *case.split())
+        for case in EXPERT_CASES.strip().splitlines()
+    },
+    **{f"list, {name}": functools.partial(listed, kinds.split()) for name, kinds in LISTS.items()},
 }
 
 PATHS: dict[str, Callable[[Any, Any], Any]] = {
