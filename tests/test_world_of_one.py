@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.gradients import parameter_with
+from support.gradients import parameter_like, parameter_with
 from support.launchers import ReferenceLauncher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ampfast
 from ampfast import GradScaler
@@ -54,6 +56,17 @@ class Pair:
             if self.finds:
                 tensor.fill_(1.0)
         return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """The other rank of torch's groups."""
+    pair = Pair()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    told = lambda _, tensors, options: pair.allreduce(tensors, options)  # noqa: E731
+    monkeypatch.setattr(dist.ProcessGroup, "allreduce", told)
+    yield pair
+    dist.destroy_process_group()
 
 
 def started(kind: type[GradScaler] = GradScaler, **arguments: Any) -> GradScaler:
@@ -133,6 +146,23 @@ def test_a_rank_without_gradients_takes_the_others_flag(
     scaler.step(optimizer)
     scaler.update()
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("make", [GradScaler, Own])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_group_distributed_gradients_alone_are_agreed_on(
+    kind: str, make: type[GradScaler], pair: Pair
+) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    scaler = started(make)
+    scaler.step_and_update(optimizer_of(kind))
+    assert pair.sent == [] and scaler.get_scale() == 16.0
+    for finds, scale in ((False, 16.0), (True, 4.0)):
+        scaler, pair.sent, pair.finds = started(make), [], finds
+        gradient = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        scaler.step_and_update(KINDS[kind]([parameter_like(gradient)]))
+        assert pair.sent == [[0.0]]
+        assert scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize("is_left", [True, False])

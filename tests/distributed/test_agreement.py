@@ -142,29 +142,6 @@ def test_only_the_quotient_by_the_users_scale_overflows() -> None:
         assert ranks.run(divided_by, large) == [(True, 0.5)] * 2
 
 
-class Own(GradScaler):
-    """Scaler that reads local tensors itself."""
-
-    def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
-        params = optimizer.param_groups[0]["params"]
-        finite = all(param.grad.to_local().isfinite().all() for param in params)
-        return {torch.device("cpu"): torch.tensor(0.0 if finite else 1.0)}
-
-
-def overridden(fused: bool) -> bool:
-    local = torch.full((1,), math.inf if dist.get_rank() else 1.0)
-    grad = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
-    optimizer = torch.optim.Adam([parameter_like(grad)], fused=fused)
-    scaler = started(Own)
-    scaler.step(optimizer)
-    return scaler.step_skipped(optimizer)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_flags_of_an_override_are_agreed_on(fused: bool) -> None:
-    assert ranks.run(overridden, fused) == [True, True]
-
-
 def nothing(kind: str, way: str) -> str:
     """Message of a step without any gradient."""
     ones = torch.ones(4)

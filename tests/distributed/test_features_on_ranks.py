@@ -25,9 +25,9 @@ LAYOUTS = ("parts", "shards")
 
 
 def parameter(layout: str, size: int = 1) -> nn.Parameter:
-    """Parameter of the same local size on both ranks, plain or sharded."""
-    if layout == "parts":
-        return nn.Parameter(torch.zeros(size))
+    """Parameter of the same local size on both ranks, plain or sharded, or the whole on one."""
+    if layout != "shards":
+        return nn.Parameter(torch.zeros(2 * size if layout == "whole" else size))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return nn.Parameter(distribute_tensor(torch.zeros(2 * size), mesh, [Shard(0)]))
 
@@ -38,85 +38,59 @@ def scaler_for(layout: str, **more: Any) -> GradScaler:
 
 
 def fill(scaler: Any, param: nn.Parameter, values: tuple[float | None, ...]) -> None:
-    """Gives this rank its unscaled gradient, or none."""
+    """Gives this rank its unscaled gradient, or none; that of all to a process without ranks."""
     scaler.scale(torch.zeros(()))
+    if not dist.is_initialized():
+        param.grad = scaler.get_scale() * torch.tensor([value or 0.0 for value in values])
+        return
     value = values[dist.get_rank()]
     param.grad = None if value is None else scaler.get_scale() * value * torch.ones_like(param)
 
 
-# Policies follow the largest of all ranks.
+# Policies follow the largest of all ranks, and spikes are those of the joint norm
 
 PEAKS = [(1.0, 4.0), (2.0**9, 1.0), (2.0**-4, 2.0**-9), (math.inf, 1.0), (1.0, 0.0), (0.5, 2.0)]
-
-
-def scales(layout: str) -> list[list[float]]:
-    results = []
-    for way, fused in itertools.product(WAYS, (False, True)):
-        scaler, param = scaler_for(layout, policy=ampfast.LogMax()), parameter(layout)
-        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
-        results.append([])
-        for peaks in PEAKS:
-            fill(scaler, param, peaks)
-            finish(scaler, optimizer, way)
-            results[-1].append(scaler.get_scale())
-    return results
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_policies_follow_the_largest_of_all(layout: str) -> None:
-    scaler, alone = GradScaler("cpu", 8.0, growth_interval=2, policy=ampfast.LogMax()), []
-    param = nn.Parameter(torch.zeros(2))
-    for peaks in PEAKS:
-        scaler.scale(torch.zeros(()))
-        param.grad = scaler.get_scale() * torch.tensor(peaks)
-        finish(scaler, torch.optim.SGD([param], lr=0.1), "step")
-        alone.append(scaler.get_scale())
-    for results in ranks.run(scales, layout):
-        assert results == [alone] * len(results)
-
-
-# Spikes of a global norm
-
-# The norms of two ranks' parts: only their joint norm is beyond the limit of 20.
+# Norms of two ranks' parts: only their joint norm is beyond the limit of 20.
 PARTS = [(3.0, 4.0), (3.3, 4.0), (15.0, 15.0), (math.inf, 1.0), (3.0, 4.1)]
-REASONS = [None, None, "spike", "overflow", None]
 # Each rank has no gradient in every second step.
 HOLES = [(None, 3.0), (4.0, None), (None, 30.0), (3.5, None), (None, 4.0), (30.0, None)]
-LIMITS = (20.0, Sigmas(9.0, 2))
+# By feature: settings of the scaler, gradients of the ranks by step, and reasons of skips.
+FEATURES: dict[str, tuple[dict[str, Any], list[Any], set[str | None]]] = {
+    "policy": ({"policy": ampfast.LogMax()}, PEAKS, {None, "overflow"}),
+    "limit": ({"skip_above": 20.0}, PARTS, {None, "overflow", "spike"}),
+    "sigmas": ({"skip_above": Sigmas(9.0, 2)}, PARTS, {None, "overflow", "spike"}),
+    "limit, holes": ({"skip_above": 20.0}, HOLES, {None, "spike"}),
+    "sigmas, holes": ({"skip_above": Sigmas(9.0, 2)}, HOLES, {None, "spike"}),
+}
 
 
-def spikes(layout: str, steps: list[Any]) -> list[Any]:
-    results = []
-    ways = [way for way in WAYS if way != "together"]
-    for way, fused, above in itertools.product(ways, (False, True), LIMITS):
+def followed(name: str, layout: str) -> tuple[list[Any], list[Any]]:
+    """Scales and reasons of skips by way and step; final states."""
+    settings, steps, _ = FEATURES[name]
+    seen, states = [], []
+    for way, fused in itertools.product(WAYS, (False, True)):
         if way == "unscale" and steps is HOLES:
             continue
-        scaler, param = scaler_for(layout), parameter(layout)
-        if way != "clip":
-            scaler.skip_above = above
+        scaler, param = scaler_for(layout, **settings), parameter(layout)
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
-        reasons = []
-        for norms in steps:
-            fill(scaler, param, norms)
-            finish(scaler, optimizer, way, **({"skip_above": above} if way == "clip" else {}))
-            reasons.append(scaler.skip_reason(optimizer))
-        results.append((reasons, scaler.stats().spikes, scaler.state_dict()))
-    return results
+        for step, values in enumerate(steps):
+            fill(scaler, param, values)
+            finish(scaler, optimizer, way)
+            seen.append((way, step, scaler.get_scale(), scaler.skip_reason(optimizer)))
+        states.append((scaler.stats(), scaler.state_dict()))
+    return seen, states
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_skip_spikes_alike(layout: str) -> None:
-    first, second = ranks.run(spikes, layout, PARTS)
-    assert first == second
-    for reasons, count, _ in first:
-        assert (reasons, count) == (REASONS, 1)
+# All ranks have a shard of a gradient.
+CASES = [(name, layout) for name in FEATURES for layout in LAYOUTS[: 1 if "holes" in name else 2]]
 
 
-def test_ranks_without_gradients_skip_spikes_alike() -> None:
-    first, second = ranks.run(spikes, "parts", HOLES)
-    assert first == second
-    for reasons, count, _ in first:
-        assert (reasons, count) == ([None, None, "spike"] * 2, 2)
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_ranks_do_as_one_process(name: str, layout: str) -> None:
+    alone, _ = followed(name, "whole")
+    assert {reason for *_, reason in alone} == FEATURES[name][2]
+    first, second = ranks.run(followed, name, layout)
+    assert first == second and first[0] == alone
 
 
 # Overflow reports
