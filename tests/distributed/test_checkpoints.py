@@ -21,10 +21,10 @@ from support.gradients import parameter_with
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as sharding
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ampfast import GradScaler, ShardedGradScaler
+from ampfast import GradScaler
 
 # Total number of batches, split over the ranks.
 PARTS = 4
@@ -35,7 +35,6 @@ CUTS = (6, 11)
 OVERFLOWS = (0, 5, 6, 9, 13)
 INF = float("inf")
 SETTINGS: dict[str, Any] = {"device": "cpu", "init_scale": 2.0**6, "growth_interval": 3}
-MAKES = {**SCALERS, "sharded": ShardedGradScaler}
 POLICY: dict[str, Any] = {"min_scale": 2.0**4, "max_scale": 2.0**8, "hysteresis": 2}
 
 
@@ -46,36 +45,25 @@ class Form:
     Attributes:
         store: "stateful" gives the scaler to torch.distributed.checkpoint, "values" its state dict,
             "file" is one file of torch.save with whole tensors.
-        started: Whether the scaler has scaled something when it is loaded.
         policy: More arguments of our scaler.
     """
 
     kind: str = "fused_adamw"
     store: str = "stateful"
-    started: bool = False
     policy: dict[str, Any] = field(default_factory=dict)
 
 
 class Training:
     """Model, optimizer, scaler and schedule of one rank."""
 
-    def __init__(self, form: Form, scaler: str, shards: str) -> None:
+    def __init__(self, form: Form, scaler: str, sharded: bool) -> None:
         self.form = form
         self.model: Any = Heads()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        if shards == "fsdp2":
-            for head in self.model.heads:
-                fully_shard(head, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        elif shards == "fsdp1":
-            self.model = FullyShardedDataParallel(
-                self.model,
-                device_mesh=mesh,
-                device_id=torch.device("cpu"),
-                use_orig_params=True,
-            )
+        for module in (*self.model.heads, self.model) if sharded else ():
+            fully_shard(module, mesh=mesh)
         self.optimizer = OPTIMIZERS[form.kind](self.model.parameters())
-        self.scaler = MAKES[scaler](**SETTINGS, **form.policy)
+        self.scaler = SCALERS[scaler](**SETTINGS, **form.policy)
 
     def run(self, steps: Sequence[int]) -> list[Any]:
         """Trains; returns scaler and parameters after each step."""
@@ -122,8 +110,6 @@ class Training:
         checkpoint.save({**self.state(), "scaler": scaler}, checkpoint_id=place)
 
     def load(self, place: str) -> None:
-        if self.form.started:
-            self.scaler.scale(torch.ones(()))
         if self.form.store == "file":
             state = torch.load(place, weights_only=True)
             options = sharding.StateDictOptions(full_state_dict=True)
@@ -144,11 +130,11 @@ class Training:
 
 
 def leg(
-    form: Form, scaler: str, shards: str, steps: Sequence[int], loaded: str, saved: str
+    form: Form, scaler: str, steps: Sequence[int], loaded: str, saved: str, sharded: bool = True
 ) -> list[Any]:
     """Trains from one checkpoint to the next; an empty path is none."""
     warnings.simplefilter("error", FutureWarning)
-    training = Training(form, scaler, shards)
+    training = Training(form, scaler, sharded)
     if loaded:
         training.load(loaded)
     trace = training.run(steps)
@@ -161,7 +147,7 @@ def leg(
 def expected(kind: str, scaler: str, policy: tuple[tuple[str, Any], ...]) -> list[Any]:
     """Uninterrupted training in one process without shards."""
     form = Form(kind, policy=dict(policy))
-    [trace] = ranks.run(leg, form, scaler, "none", range(STEPS), "", "", ranks=1)
+    [trace] = ranks.run(leg, form, scaler, range(STEPS), "", "", False, ranks=1)
     scales = [state["scale"] for _, state, _ in trace]
     changes = [after - before for before, after in itertools.pairwise(scales)]
     assert min(changes) < 0 < max(changes)
@@ -173,15 +159,14 @@ def go_on(
     folder: Path,
     legs: Sequence[tuple[int, str]],
     cuts: Sequence[int] = CUTS,
-    shards: Sequence[str] = ("fsdp2",) * 3,
 ) -> None:
-    """Resumes on each number of ranks with its scaler and sharding, one after another."""
+    """Resumes on each number of ranks with its scaler, one after another."""
     reference = expected(form.kind, "ours" if form.policy else "torch", (*form.policy.items(),))
     ends = [0, *cuts, STEPS]
     places = ["", *(str(folder / f"after{cut}") for cut in cuts), ""]
     for i, (count, scaler) in enumerate(legs):
         steps = range(ends[i], ends[i + 1])
-        job = (leg, form, scaler, shards[i], steps, places[i], places[i + 1])
+        job = (leg, form, scaler, steps, places[i], places[i + 1])
         for trace in ranks.run(*job, ranks=count):
             assert_same(trace, reference[steps.start : steps.stop], f"leg {i}")
 
@@ -192,7 +177,6 @@ def ours(*counts: int) -> list[tuple[int, str]]:
 
 MOMENTUM, FUSED = Form("momentum"), Form()
 POLICIES = [Form(store=store, policy=POLICY) for store in ("stateful", "values", "file")]
-STARTED = [Form("momentum", store, started=True, policy=POLICY) for store in ("stateful", "file")]
 # Arguments of `go_on`.
 RUNS: list[tuple[Any, ...]] = [
     *((form, ours(4, 2, 1)) for form in (MOMENTUM, Form("adamw", "values"), *POLICIES)),
@@ -200,10 +184,6 @@ RUNS: list[tuple[Any, ...]] = [
     # To more ranks; with Adam, torch takes a step without gradients to save a state, and counts it.
     *((form, ours(2, 4), (0,)) for form in (MOMENTUM, Form("momentum", "file", policy=POLICY))),
     (FUSED, ours(2, 4), CUTS[:1]),
-    *((form, ours(2, 1), CUTS[:1]) for form in STARTED),
-    (FUSED, ours(4, 1), CUTS[:1], ["fsdp2", "none"]),
-    # FSDP1's scaler agrees with all ranks.
-    (MOMENTUM, [(2, "ours"), (4, "sharded"), (2, "sharded")], CUTS, ["fsdp2", "fsdp1", "fsdp1"]),
     (MOMENTUM, [(2, "torch"), (4, "ours"), (1, "torch")]),
     (Form("momentum", "values"), [(2, "ours"), (4, "torch"), (1, "ours")]),
     (Form("momentum", "file"), [(2, "torch"), (4, "ours"), (1, "torch")]),

@@ -29,7 +29,7 @@ from exact_training import (
 )
 from support.comparison import assert_same
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
@@ -137,12 +137,9 @@ def under_fsdp2(case: Case) -> Setup:
     if case.options.get("replicas"):
         shape, names = (2, shape[0] // 2), ("replicate", "shard")
     model: Any = Heads(case.rows)
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
-    if case.options.get("offload"):
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for head in () if case.options.get("one unit") else model.heads:
-        fully_shard(head, **options)
-    fully_shard(model, **options)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for module in (*model.heads, model):
+        fully_shard(module, mesh=mesh)
     in_place = not case.options.get("from inputs")
     return {
         "model": model,
@@ -259,8 +256,6 @@ RUNS: list[tuple[str, int, list[Case]]] = [
     ("fsdp1", 4, [Case("adamw", "clip", {"orig": True})]),
     # torch has no fused SGD for DTensors.
     ("fsdp2", 2, [case for case in PAIRWISE if case.kind != "fused_sgd"]),
-    ("fsdp2", 2, [Case(kind, "clip", {"one unit": True}) for kind in ("momentum", "fused_adam")]),
-    ("fsdp2", 2, [Case("adamw", way, {"offload": True}) for way in ("step", "clip")]),
     # Some parameters have no element on two or three ranks, two ranks none of any.
     ("fsdp2", 4, [Case("fused_adamw", way) for way in ("step", "clip", "defer")]),
     ("fsdp2", 4, [Case("fused_adamw", way, rows=(2, 1)) for way in ("step", "clip")]),
