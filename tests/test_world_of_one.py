@@ -165,6 +165,18 @@ def test_without_a_group_distributed_gradients_alone_are_agreed_on(
         assert scaler.get_scale() == scale
 
 
+def test_the_quotient_by_the_users_scale_is_agreed_on(world: Any, heard: list[Any]) -> None:
+    """After the ranks agreed on finite gradients."""
+    scaler, optimizer = started(process_group=world), optimizer_of("fused")
+    scaler.unscale_(optimizer)
+    optimizer.grad_scale = torch.tensor(1e-20)
+    heard[:] = [["bad"]]
+    scaler.step(optimizer)
+    scaler.update()
+    assert heard[1:] == [[0.0]]
+    assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("world")

@@ -9,11 +9,7 @@ import torch
 from device_parity import CPU, KERNELS, guarded, offsets
 from support.comparison import FLOATS
 from support.kernels import window
-from support.models import (
-    check_passes,
-    check_random_lists,
-    check_times,
-)
+from support.models import check_passes, check_random_lists, check_times
 
 pytestmark = pytest.mark.usefixtures("watched")
 

@@ -117,8 +117,7 @@ class Trace:
 def assert_eventful(trace: Trace) -> None:
     """Asserts that the scale grew and backed off, and that all parameters are finite."""
     scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
-    pairs = list(itertools.pairwise(scales))
-    assert any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
+    assert {(a > b) - (a < b) for a, b in itertools.pairwise(scales)} >= {-1, 1}
     assert all(p.isfinite().all() for p in trace.parameters)
 
 

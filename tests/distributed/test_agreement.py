@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS, whole
+from exact_training import whole
 from support.comparison import started
 from support.gradients import parameter_like, parameter_with
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -119,27 +119,6 @@ def test_an_unknown_placement_takes_torchs_op(way: str) -> None:
     for rank, (unscaled, skipped, said) in enumerate(ranks.run(of_unknown_placement, way)):
         assert (unscaled, skipped) == (1.0 + rank, [False, True])
         assert len(said) == 1 and "Halves" in said[0]
-
-
-def divided_by(large: int | None) -> tuple[bool, float]:
-    """Whether a step with the user's own `grad_scale` was skipped, and the next scale."""
-    param = parameter_with(torch.full((3,), 1e30 if dist.get_rank() == large else 1.0))
-    optimizer = OPTIMIZERS["fused_sgd"]([param])
-    scaler = started(GradScaler, 1.0, process_group=dist.group.WORLD)
-    scaler.unscale_(optimizer)
-    optimizer.grad_scale = torch.tensor(1e-20)
-    scaler.step(optimizer)
-    scaler.update()
-    skipped = scaler.step_skipped(optimizer)
-    assert (param == 1.0).all().item() is skipped
-    return skipped, scaler.get_scale()
-
-
-def test_only_the_quotient_by_the_users_scale_overflows() -> None:
-    """One rank's quotient overflows after the ranks agreed on finite gradients."""
-    assert ranks.run(divided_by, None) == [(False, 1.0)] * 2
-    for large in (0, 1):
-        assert ranks.run(divided_by, large) == [(True, 0.5)] * 2
 
 
 def nothing(kind: str, way: str) -> str:

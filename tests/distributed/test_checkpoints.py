@@ -54,7 +54,7 @@ class Form:
 
 
 class Training:
-    """Model, optimizer, scaler and schedule of one rank."""
+    """Model, optimizer and scaler of one rank."""
 
     def __init__(self, form: Form, scaler: str, sharded: bool) -> None:
         self.form = form
@@ -96,27 +96,24 @@ class Training:
         model, optimizer = sharding.get_state_dict(
             self.model, self.optimizer, options=sharding.StateDictOptions(**options)
         )
-        return {"model": model, "optimizer": optimizer}
+        scaler = self.scaler if self.form.store == "stateful" else self.scaler.state_dict()
+        return {"model": model, "optimizer": optimizer, "scaler": scaler}
 
     def save(self, place: str) -> None:
         if self.form.store == "file":
-            state = {**self.state(full_state_dict=True), "scaler": self.scaler.state_dict()}
+            state = self.state(full_state_dict=True)
             if dist.get_rank() == 0:
                 torch.save(state, place)
             dist.barrier()
             return
-        as_value = self.form.store == "values"
-        scaler = self.scaler.state_dict() if as_value else self.scaler
-        checkpoint.save({**self.state(), "scaler": scaler}, checkpoint_id=place)
+        checkpoint.save(self.state(), checkpoint_id=place)
 
     def load(self, place: str) -> None:
         if self.form.store == "file":
             state = torch.load(place, weights_only=True)
             options = sharding.StateDictOptions(full_state_dict=True)
         else:
-            as_value = self.form.store == "values"
-            scaler = self.scaler.state_dict() if as_value else self.scaler
-            state, options = {**self.state(), "scaler": scaler}, sharding.StateDictOptions()
+            state, options = self.state(), sharding.StateDictOptions()
             checkpoint.load(state, checkpoint_id=place)
         sharding.set_state_dict(
             self.model,

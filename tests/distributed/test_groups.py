@@ -141,13 +141,6 @@ def test_as_torchs_suite_uses_a_group_of_one_rank(kind: type[GradScaler]) -> Non
     copy.deepcopy(scaler).check_ranks()
     assert scaler.step(optimizer) is None
     assert scaler.step_skipped(optimizer)
-    sparse = torch.tensor([[0.0, 16.0], [32.0, 0.0]]).to_sparse()
-    param = sparse.clone()
-    param.grad = sparse.clone()
-    half, zero = torch.full((1,), 0.5), torch.zeros(1)
-    flags = scaler._unscale_grads_(SGD([param], lr=1.0), half, zero)
-    assert flags[param.device] == 0.0
-    assert torch.equal(param.grad.to_dense(), sparse.to_dense() / 2)
 
 
 def other_mesh() -> Any:

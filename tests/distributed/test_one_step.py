@@ -392,7 +392,6 @@ def test_as_with_all_elements_in_one_place(name: str) -> None:
     ("name", "what"),
     [
         ("replicated first", "mixed placements"),
-        ("mixed with summands", "mixed placements"),
         ("two lines", "several meshes"),
         ("plain first", "plain tensors among them"),
     ],

@@ -28,16 +28,13 @@ from exact_training import (
     train,
 )
 from support.comparison import assert_same
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ampfast
@@ -111,21 +108,13 @@ def under_fsdp1(case: Case) -> Setup:
     model: Any = FullyShardedDataParallel(
         Heads(), device_id=torch.device("cpu"), use_orig_params=case.options["orig"]
     )
-
-    def full() -> list[torch.Tensor]:
-        with FullyShardedDataParallel.summon_full_params(model):
-            heads = [p.detach().clone() for p in Heads().parameters()]
-            flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-            sizes = [p.numel() for p in heads]
-            parts = flat[: sum(sizes)].split(sizes)
-            return [part.view_as(p) for part, p in zip(parts, heads, strict=True)]
-
+    options = StateDictOptions(full_state_dict=True)
     return {
         "model": model,
         "make": TorchSharded if case.options.get("torch") else ampfast.ShardedGradScaler,
         "batches": batches_of([dist.get_rank()], {}),
         "prepare": functools.partial(plant, list(model.parameters())),
-        "params": full,
+        "params": lambda: get_model_state_dict(model, options=options).values(),
         "every_part": functools.partial(synced_at_last, model),
     }
 
@@ -140,7 +129,7 @@ def under_fsdp2(case: Case) -> Setup:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for module in (*model.heads, model):
         fully_shard(module, mesh=mesh)
-    in_place = not case.options.get("from inputs")
+    in_place = not case.options.get("replicas")
     return {
         "model": model,
         "batches": batches_of([dist.get_rank()], {} if in_place else OVERFLOWS),
@@ -249,8 +238,9 @@ RUNS: list[tuple[str, int, list[Case]]] = [
     ("zero", 2, [Case("adamw", way) for way in ("step", "accumulate", "clip", "together")]),
     # Without fused Adam, which rounds the tail elements of a shard differently.
     *(
-        ("fsdp1", 2, [Case(k, w, {"orig": orig}) for k in ("adamw", "fused_sgd") for w in WAYS])
+        ("fsdp1", 2, [Case(kind, way, {"orig": orig}) for way in ways])
         for orig in (False, True)
+        for kind, ways in (("adamw", WAYS[:-1]), ("fused_sgd", WAYS))
     ),
     # With original parameters some ranks hold no element of most.
     ("fsdp1", 4, [Case("adamw", "clip", {"orig": True})]),
@@ -263,7 +253,7 @@ RUNS: list[tuple[str, int, list[Case]]] = [
         "fsdp2",
         4,
         [
-            Case(kind, way, {"replicas": True, "from inputs": True})
+            Case(kind, way, {"replicas": True})
             for kind, way in (("adamw", "step"), ("fused_adamw", "clip"), ("fused_adamw", "defer"))
         ],
     ),
@@ -299,10 +289,6 @@ RUNS: list[tuple[str, int, list[Case]]] = [
             for way in ("step", "unscale", "together", "clip")
         ],
     ),
-]
-RUNS = [
-    (setup, world, [c for c in cases if c.way != "defer" or c.kind.startswith("fused")])
-    for setup, world, cases in RUNS
 ]
 
 

@@ -149,17 +149,3 @@ def test_features_send_no_more(way: str) -> None:
         ({"skip_above": Sigmas(6.0)}, [BOTH]),
     ):
         assert ranks.run(of_feature, way, more) == [expected] * 2, more
-
-
-def counts_itself() -> Sent:
-    def call() -> None:
-        dist.all_reduce(torch.ones(()))
-        dist.all_reduce(torch.ones(2, dtype=torch.float64), async_op=True).wait()
-        dist.broadcast(torch.ones(3), 0)
-
-    return sent(call)
-
-
-def test_the_count_sees_collectives() -> None:
-    both = [FLAG, ("gloo:all_reduce", 16), ("gloo:broadcast", 12)]
-    assert ranks.run(counts_itself) == [both] * 2
