@@ -131,9 +131,7 @@ PAIRS = [
 ]
 
 
-def finish(
-    scaler: Any, optimizer: Any, way: str, max_norm: float = 1.0, **clip: Any
-) -> Tensor | None:
+def finish(scaler: Any, optimizer: Any, way: str, max_norm: float = 1.0) -> Tensor | None:
     """Steps and updates in a way; returns the norm if one was asked for.
 
     "unscale", "norm" or "clip" precede the step, where "clip 3" is one by the norm of that order;
@@ -146,8 +144,8 @@ def finish(
     elif name == "norm":
         norm = scaler.grad_norm(optimizer)
     elif name in ("clip", "defer"):
-        more = {"in_place": name == "clip", **clip}
-        norm = scaler.clip_grad_norm_(optimizer, max_norm, float(order or 2), **more)
+        in_place, p = name == "clip", float(order or 2)
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, p, in_place=in_place)
     if name == "together" and isinstance(scaler, GradScaler):
         scaler.step_and_update(optimizer)
     else:
