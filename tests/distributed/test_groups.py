@@ -141,6 +141,8 @@ def test_as_torchs_suite_uses_a_group_of_one_rank(kind: type[GradScaler]) -> Non
     copy.deepcopy(scaler).check_ranks()
     assert scaler.step(optimizer) is None
     assert scaler.step_skipped(optimizer)
+    if kind is ShardedGradScaler:  # which takes gradients of FSDP's mixed precision
+        scaler.unscale_(SGD([parameter_like(torch.ones(2, dtype=torch.float16))], lr=1.0))
 
 
 def other_mesh() -> Any:
