@@ -107,19 +107,25 @@ EVENTS |= {"set": 1, "save": 1}
 KEPT = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
 
 
-class Life:
-    """Random events of a scaler with random settings, and the model of its scale.
+# Whether the optimizer is fused: its step rounds in another place, but not by powers of two.
+LIMITS = {
+    False: [(None, None), (0.3, None), (None, 33333.0), (2.0**-9, 700.0), (1e-40, 2.0**90)],
+    True: [(None, None), (0.25, None), (None, 2.0**15), (2.0**-9, 1024.0), (1e-40, 2.0**90)],
+}
+SCALES = {False: [0.5, 3.0, 8.0, float32(100.0 / 3)], True: [0.5, 4.0, 8.0, 64.0]}
+GROWTHS = {False: [(2.0, 0.5), (1.9, 0.3), (1.001, 0.99)], True: [(2.0, 0.5), (4.0, 0.125)]}
 
-    Scales are powers of two, by which no scaling rounds, as fused steps round in another place.
-    """
+
+class Life:
+    """Random events of a scaler with random settings, and the model of its scale."""
 
     def __init__(self, seed: int, fused: bool = False, backend: str = "cpu") -> None:
         self.chance = chance = random.Random(f"LogMax {seed}")
         policy = LogMax(chance.choice([0.0, 0.5, 2.0, 3.09]), chance.choice([0, 1, 2.5]))
-        limits = chance.choice([(None, None), (0.25, None), (None, 2.0**15), (2.0**-9, 1024.0)])
+        limits, scale = chance.choice(LIMITS[fused]), chance.choice(SCALES[fused])
         refill = chance.choice(["growth", "finite_step"])
-        factors = Factors(*chance.choice([(2.0, 0.5), (4.0, 0.125)]), chance.choice([0, 1, 2, 5]))
-        self.model = ScaleModel(8.0, 0, factors, Limits(*limits, 1, refill, policy))
+        factors = Factors(*chance.choice(GROWTHS[fused]), chance.choice([0, 1, 2, 5]))
+        self.model = ScaleModel(scale, 0, factors, Limits(*limits, 1, refill, policy))
         self.fused, self.backend, self.turn, self.level = fused, backend, 0, 0.0
         dtypes = [torch.float32, torch.float64, torch.float32]
         self.params = [torch.nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in dtypes]
@@ -134,13 +140,14 @@ class Life:
     def backward(self, peak: float) -> float:
         """Sets gradients, the largest in one parameter; returns what the policy sees of them."""
         self.scaler.scale(torch.zeros(()))
-        scale = self.scaler.get_scale()
+        scale = torch.tensor(self.scaler.get_scale())
         scaled = torch.tensor(peak) * scale
         for param in self.params:
             param.grad = torch.full_like(param, scaled.item() / 4)
-        self.params[self.turn % len(self.params)].grad[3] = -scaled
+        largest = self.params[self.turn % len(self.params)]
+        largest.grad[3] = -scaled
         self.turn += 1
-        return scaled.item() / scale
+        return (scaled.to(largest.dtype) * scale.double().reciprocal().float()).item()
 
     def happen(self, event: str) -> None:
         """One event of `EVENTS`."""
@@ -210,6 +217,7 @@ class Life:
                 known = (model.scale, model.tracker, model.factors, model.limits)
                 self.model = ScaleModel(*known, **kept)
             self.scaler.load_state_dict(state)
+            self.model.consecutive_skips = 0  # a new series begins
 
 
 @pytest.mark.parametrize("fused", [False, True])
