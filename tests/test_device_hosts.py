@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import assert_same
-from support.kernels import grads_of, run_check
+from support.kernels import grads_of, run_check, run_unscale
 from support.launchers import ReferenceLauncher, spans_of
 from support.steps import side
 
@@ -53,6 +53,45 @@ def test_another_thread_does_not_come_between_two_launches() -> None:
     for thread in (first, second):
         thread.join()
     assert found == {"first": 1.0, "second": 1.0}
+
+
+class NoBfloat16(ReferenceLauncher):
+    """Cannot launch one of two dtypes, which a launcher with `prepare` finds out before."""
+
+    broken = "multi_tensor"
+
+    def multi_tensor(self, work: Any, table: Any, segment: Any, is_last: bool) -> None:
+        self.refuse("multi_tensor", segment)
+        super().multi_tensor(work, table, segment, is_last)
+
+    def refuse(self, name: str, segment: Any) -> None:
+        if segment.dtype is torch.bfloat16 and self.broken == name:
+            raise RuntimeError("no compiler")
+
+
+class Prepared(NoBfloat16):
+    broken = "prepare"
+
+    def prepare(self, work: Any, table: Any, segment: Any, is_last: bool) -> None:
+        self.refuse("prepare", segment)
+
+
+@pytest.mark.parametrize("made", [NoBfloat16, Prepared])
+def test_a_launch_that_fails_leaves_nothing_behind(made: type[NoBfloat16]) -> None:
+    launcher, scale, found = made(), torch.tensor(4.0), torch.zeros(())
+    kernels = DeviceKernels(launcher)
+    grads = [torch.full((3,), torch.inf), torch.ones(3, dtype=torch.bfloat16)]
+    with pytest.raises(RuntimeError, match="no compiler"):
+        run_check(kernels, grads_of(grads))
+    grads[0].fill_(8.0)
+    if made is Prepared:
+        assert launcher.launches == []
+        with pytest.raises(RuntimeError, match="no compiler"):
+            run_unscale(kernels, grads_of(grads), scale, is_scale=True, found_inf=found)
+        assert grads[0].tolist() == [8.0] * 3
+        assert run_check(kernels, grads_of(grads[1:])).item() == 0.0, "one alone is not prepared"
+    launcher.broken = ""
+    assert run_check(kernels, grads_of(grads)).item() == 0.0
 
 
 def test_elements_off_their_own_alignment_are_irregular() -> None:

@@ -155,6 +155,26 @@ def test_the_loss_is_named_where_all_parameters_overflow(scaler: GradScaler) -> 
     assert kinds(report) == [(0, "inf"), (1, "inf")] and not report.is_everywhere
 
 
+@pytest.mark.parametrize("backend", ["cpu", "aten", "launched"])
+def test_lists_that_change_keep_their_rows(backend: str, request: pytest.FixtureRequest) -> None:
+    """An unused parameter shifts later ones in the list, not in the rows."""
+    if backend == "launched":
+        request.getfixturevalue("launcher")
+    scaler = started(backend="aten" if backend == "aten" else "cpu")
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5, 3)]
+    optimizer = sgd(params)
+    memory, places = torch.ones(64), (0, 16, 32, 0)  # the last is in the memory of the first
+    lists = [((0, 1, 2), 1), ((0, 2), 2), ((2,), 2), ((1, 2), 1)]
+    for used, bad in lists + [((i,), i) for i in (0, 3, 0, 3)]:
+        for i, param in enumerate(params):
+            param.grad = memory[places[i] :][: param.numel()] if i in used else None
+        memory.fill_(1.0)
+        memory[places[bad]] = INF
+        assert kinds(report_of(scaler, optimizer)) == [(bad, "inf")]
+    totals = [(each.index, each.infinities) for each in scaler.overflow_report().totals]
+    assert totals == [(index, 2) for index in range(4)]
+
+
 def test_several_optimizers_and_dtypes() -> None:
     scaler = started(allow_fp16=True)
     first = parameters(1.0, NAN) + parameters(INF, dtype=torch.float16)
