@@ -165,15 +165,16 @@ def test_without_a_group_distributed_gradients_alone_are_agreed_on(
         assert scaler.get_scale() == scale
 
 
-def test_the_quotient_by_the_users_scale_is_agreed_on(world: Any, heard: list[Any]) -> None:
+def test_the_quotient_by_the_users_scale_is_agreed_on() -> None:
     """After the ranks agreed on finite gradients."""
-    scaler, optimizer = started(process_group=world), optimizer_of("fused")
+    pair, optimizer = Pair(), optimizer_of("fused")
+    scaler = started(process_group=pair)
     scaler.unscale_(optimizer)
     optimizer.grad_scale = torch.tensor(1e-20)
-    heard[:] = [["bad"]]
+    pair.sent, pair.finds = [], True
     scaler.step(optimizer)
     scaler.update()
-    assert heard[1:] == [[0.0]]
+    assert pair.sent == [[0.0]]
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
 
 
