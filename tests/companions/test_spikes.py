@@ -141,6 +141,17 @@ def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
         assert rule.restarts or rule.patience > 9
 
 
+@backends
+def test_an_infinite_norm_of_finite_gradients_is_a_spike_at_any_time(backend: str) -> None:
+    """It takes no patience, and none makes it usual."""
+    loop = Loop("adam", backend=backend, init_scale=1.0, growth_interval=100)
+    limit, reasons = Sigmas(2.0, 4, patience=1), []
+    for norm in (1.0, 1.1, 0.9, 1.0, 3.5e38, 50.0, 3.5e38, 50.0):
+        assert math.isinf(loop.clip(norm, limit)) == (norm > 50)
+        reasons += loop.finish()
+    assert reasons == [None] * 4 + ["spike"] * 3 + [None]
+
+
 @pytest.mark.parametrize("order", [2.0, 3.0])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order: float) -> None:

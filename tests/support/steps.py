@@ -230,7 +230,7 @@ class Training:
     def backward(self, *norms: float, first: int = 0) -> None:
         """Scaled gradients of the parameters from number `first` on."""
         for param, norm in zip(self.params[first:], norms, strict=False):
-            param.grad = self.scaler.scale(torch.tensor([0.6, 0.8]) * norm)
+            param.grad = self.scaler.scale(torch.tensor([0.6 * norm, 0.8 * norm]))
 
     def step(self, *norms: float) -> Training:
         """Steps the first parameter, once for each norm."""
