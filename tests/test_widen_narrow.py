@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from support.comparison import assert_same
-from support.kernels import CHUNK, flag
+from support.kernels import CHUNK, CPU_KERNELS, flag, grads_of, narrow_, run_unscale
 from support.processes import threads
-
-from ampfast import master_weights
-from ampfast.backends import core, cpu
-from ampfast.backends.core import Factor, Pass
 
 HALVES = (torch.float16, torch.bfloat16)
 FACTORS = (1.0, 0.5, 2.0**-16, 1 / 3, 3.0, 2.0**100, 2.0**-140, 0.0, math.inf, math.nan, -0.75)
-
-CPU = torch.device("cpu")
-
-Narrow = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 
 
 def all_patterns(dtype: torch.dtype) -> torch.Tensor:
@@ -44,28 +35,14 @@ def dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def pairs_of(halves: list[torch.Tensor], floats: list[torch.Tensor]) -> core.GradList:
-    pairs = core.list_of(halves, CPU, None, floats)
-    assert pairs is not None
-    return pairs
-
-
-def widen_(out: list[torch.Tensor], grads: list[torch.Tensor], found: torch.Tensor, by: float):
-    cpu.run(pairs_of(grads, out), Pass(True, Factor.TIMES, flag(by), found))
-
-
-def narrow_(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    cpu.narrow(pairs_of(params, masters), None)
-
-
-def narrow_on_devices(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    master_weights.narrow_on_devices(params, masters, None)
+def widen_(out: list[torch.Tensor], grads: list[torch.Tensor], by: float) -> torch.Tensor:
+    return run_unscale(CPU_KERNELS, grads_of(grads, out), flag(by), is_scale=False)
 
 
 def check_widen(grads: list[torch.Tensor], inverse: float) -> None:
     before = [grad.clone() for grad in grads]
-    out, found = poisoned(grads), flag()
-    widen_(out, grads, found, inverse)
+    out = poisoned(grads)
+    found = widen_(out, grads, inverse)
     expected = [grad.float() if inverse == 1 else grad.float() * inverse for grad in grads]
     assert_same(dense(out), dense(expected), "out")
     finite = all(bool(each.isfinite().all()) for each in expected)
@@ -73,11 +50,9 @@ def check_widen(grads: list[torch.Tensor], inverse: float) -> None:
     assert_same(dense(grads), dense(before), "gradients")
 
 
-def check_narrow(
-    params: list[torch.Tensor], masters: list[torch.Tensor], narrow: Narrow = narrow_
-) -> None:
+def check_narrow(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
     expected = [master.to(param.dtype) for param, master in zip(params, masters, strict=True)]
-    narrow(params, masters)
+    narrow_(params, masters)
     assert_same(dense(params), dense(expected))
 
 
@@ -98,7 +73,7 @@ def test_narrow_special_bits(
 ) -> None:
     monkeypatch.setenv("AMPFAST_BACKEND", backend)
     masters = special_floats()
-    check_narrow([torch.full(masters.shape, 77.0, dtype=dtype)], [masters], narrow_on_devices)
+    check_narrow([torch.full(masters.shape, 77.0, dtype=dtype)], [masters])
 
 
 @pytest.mark.parametrize("start", range(9))
@@ -108,8 +83,7 @@ def test_alignment_and_length(capability: str, dtype: torch.dtype, start: int) -
     for length in (0, 1, 7, 8, 9, 15, 16, 17, 33, 61):
         narrow = values.to(dtype).clone()
         wide = torch.full((80,), 77.0)
-        out, found = wide[start : start + length], flag()
-        widen_([out], [narrow[start : start + length]], found, 0.5)
+        widen_([wide[start : start + length]], [narrow[start : start + length]], 0.5)
         expected = torch.full((80,), 77.0)
         expected[start : start + length] = narrow[start : start + length].float() * 0.5
         assert_same(wide, expected)
@@ -142,7 +116,7 @@ def test_a_set_flag_keeps_the_parameters(
     monkeypatch.setenv("AMPFAST_BACKEND", backend)
     for dtype in HALVES:
         params = all_patterns(dtype).clone()
-        master_weights.narrow_on_devices([params], [torch.ones(2**16)], flag(found))
+        narrow_([params], [torch.ones(2**16)], flag(found))
         expected = all_patterns(dtype) if found else torch.ones(2**16, dtype=dtype)
         assert torch.equal(params.view(torch.int16), expected.view(torch.int16))
 

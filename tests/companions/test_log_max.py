@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Factors, ScaleModel, float32
+from support.models import SPIKE, Factors, Limits, ScaleModel, float32
 from support.steps import Training, adamw, take_step
 
 from ampfast import GradScaler, LogMax, policies
-from ampfast.backends.core import SPIKE
-from ampfast.loss_scale import Limits
 
 
 def training_of(policy: LogMax, make: Any = adamw) -> Training:

@@ -16,14 +16,13 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from support.comparison import assert_same
-from support.models import Rule, random_norms
+from support.models import SPIKE, Rule, random_norms
 from support.steps import Training, adamw, take_step
 from torch import Tensor
 from torch.distributed import checkpoint
 
 import ampfast
 from ampfast import Sigmas, capture
-from ampfast.backends import core
 
 WINDOW = 4
 LIMITS = [1.2, 0.0, Sigmas(2.0, 4), Sigmas(0.0, 2), Sigmas(6.0, 128), Sigmas(3.0, 5, patience=1)]
@@ -131,7 +130,7 @@ def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
         (reason,) = loop.finish()
         overflows = not math.isfinite(loop.param.grad.sum())
         expected = 1.0 if overflows else rule.flag(total)
-        assert reason == {0.0: None, 1.0: "overflow", core.SPIKE: "spike"}[expected]
+        assert reason == {0.0: None, 1.0: "overflow", SPIKE: "spike"}[expected]
         reasons.append(reason)
     assert set(reasons) == {None, "overflow", "spike"}
     if isinstance(limit, Sigmas):

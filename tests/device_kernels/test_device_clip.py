@@ -12,12 +12,10 @@ import torch
 from device_parity import BACKEND, KERNELS, guarded, mixed, normal
 from support.comparison import FLOATS, assert_same
 from support.gradients import sgd_with
-from support.kernels import flag, grads_of, storage, window
-from support.models import Rule, assert_clipped, exact_norm, grads_in, random_norms, ready
+from support.kernels import CPU_KERNELS, flag, grads_of, run_clip, run_clipped, storage, window
+from support.models import SPIKE, Rule, assert_clipped, exact_norm, grads_in, random_norms, ready
 
 from ampfast import Sigmas
-from ampfast.backends import core, cpu
-from ampfast.backends.core import Clip, Factor, Pass
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -43,7 +41,7 @@ def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float 
         sums = torch.tensor(rows, dtype=torch.float64)
         before = sums.clone()
         scales = None if scale is None else flag(scale)
-        kernels.clip(Clip(sums, limit, largest, norm, coefficient, scales, divisor))
+        run_clip(kernels, sums, limit, largest, norm, coefficient, scales, divisor)
         assert_same(sums, before)
         written.append([norm, coefficient, divisor])
     return written
@@ -54,7 +52,7 @@ def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float 
 def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
     for limit, scale in itertools.product(LIMITS, (None, 3.0, 2.0**16, 0.0)):
         ours = results(KERNELS, rows, limit, largest, scale)
-        assert_same(ours, results(cpu, rows, limit, largest, scale), f"{limit} {scale}")
+        assert_same(ours, results(CPU_KERNELS, rows, limit, largest, scale), f"{limit} {scale}")
 
 
 @pytest.mark.parametrize(
@@ -70,10 +68,10 @@ def test_spikes_are_those_of_the_rule(limit: float | Sigmas) -> None:
         expected = found.item() or rule.flag(norm)
         rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
         outputs = [torch.zeros(()), torch.zeros((), dtype=torch.float64)]
-        KERNELS.clip(Clip(rows, 1.0, True, *outputs, None, None, found, number, words))
+        run_clip(KERNELS, rows, 1.0, True, *outputs, None, None, found, number, words)
         assert found.item() == expected
         flags.append(expected)
-    assert {0.0, 1.0, core.SPIKE} == set(flags)
+    assert {0.0, 1.0, SPIKE} == set(flags)
     if words is not None:
         rule.assert_are(words)
         assert rule.restarts
@@ -101,14 +99,13 @@ def test_one_launch_clips_by_sums(dtype: torch.dtype | None, sums: tuple[float, 
         (0.7, 0.0, 1e4), (torch.float32, torch.float64), (False, True)
     ):
         sides = []
-        for kernels in (KERNELS, cpu):
+        for kernels in (KERNELS, CPU_KERNELS):
             grads = mixed()
             if dtype is not None:
                 grads = [guarded(normal(window(dtype) + 9, dtype), 1), guarded(normal(5, dtype))]
             norms = [torch.full((), NAN, dtype=wide) for _ in range(2)]
             # Also without gradients.
             for norm, listed in zip(norms, (grads, [torch.empty(0)]), strict=True):
-                clip = Clip(given, limit, largest, norm)
-                kernels.run(grads_of(listed), Pass(True, Factor.NONE, clip=clip))
+                run_clipped(kernels, grads_of(listed), given, limit, largest, norm)
             sides.append([*norms, [storage(grad) for grad in grads]])
         assert_same(sides[0], sides[1], f"{limit} {wide}")

@@ -20,14 +20,13 @@ from support.kernels import (
     flag,
     grads_of,
     random_bits,
+    run_check,
     run_sums,
     run_unscale,
     wide,
     window,
 )
 from support.models import kinds_in, marked, marks_of, track_for
-
-from ampfast.backends.core import Factor, Pass
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -90,7 +89,7 @@ def test_beside_gradients_without_pair(dtype: torch.dtype) -> None:
     found = run_unscale(KERNELS, pairs, flag(1.0), is_scale=False, coefficient=wide(1.0))
     assert found.item() == 1
     finite = grads_of([guarded(normal(5, torch.float32, 3), 1)])
-    assert KERNELS.run(finite, Pass(False, Factor.NONE)).item() == 0
+    assert run_check(KERNELS, finite).item() == 0
 
 
 @dtypes

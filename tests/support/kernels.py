@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from ampfast import _C, functional
+from ampfast import _C, functional, master_weights
 from ampfast.backends import core, cpu
-from ampfast.backends.core import Factor, GradList, Pass, Track
+from ampfast.backends.core import Clip, Factor, GradList, Pass, Track
 from support.comparison import BITS, FLOATS, assert_same
+
+CPU_KERNELS = cpu
 
 
 def grads_of(
@@ -50,6 +52,25 @@ def run_sums(
 ) -> torch.Tensor:
     """Writes the sums of the products alone; returns found_inf."""
     return kernels.run(grads, _pass(False, _how(is_scale), factor, sums=sums, **more))
+
+
+def run_clip(kernels: Any, *arguments: Any) -> None:
+    """Writes the norm, the coefficient and the divisor of a clip, and marks a spike."""
+    kernels.clip(Clip(*arguments))
+
+
+def run_clipped(kernels: Any, grads: GradList, *arguments: Any) -> None:
+    """Clips gradients in the pass that multiplies them."""
+    kernels.run(grads, _pass(True, Factor.NONE, None, clip=Clip(*arguments)))
+
+
+def narrow_(
+    params: Sequence[torch.Tensor],
+    floats: Sequence[torch.Tensor],
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Rounds float32 values into parameters of 16 bits, by whichever backend the settings name."""
+    master_weights.narrow_on_devices([*params], [*floats], found_inf)
 
 
 def _how(is_scale: bool) -> Factor:
