@@ -12,8 +12,6 @@ import pytest
 import torch
 
 import ampfast
-from ampfast import fused_trial, optimizers
-from ampfast.optimizers import divides_by_itself
 
 
 class Wrapper:
@@ -141,6 +139,14 @@ class Hooked(ampfast.GradScaler):
         super().unscale_(optimizer)
 
 
+def calls_of(*optimizers: torch.optim.Optimizer) -> list[object]:
+    """Grows with each step of these."""
+    calls: list[object] = []
+    for each in optimizers:
+        each.register_step_pre_hook(lambda *call: calls.append(call))
+    return calls
+
+
 @pytest.mark.parametrize("factor", [2.0, torch.inf], ids=["finite", "overflow"])
 @pytest.mark.parametrize("kind", [ampfast.GradScaler, Hooked], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("way", ["step", "unscale_", "clip", "deferred clip"])
@@ -151,7 +157,9 @@ def test_a_step_is_right_or_skipped(
     if kind is Hooked and way == "deferred clip":
         way = "clip"
     param = torch.nn.Parameter(torch.ones(2))
-    optimizer = make(torch.optim.SGD([param], lr=0.125, fused=True))
+    inner = torch.optim.SGD([param], lr=0.125, fused=True)
+    optimizer = make(inner)
+    calls = calls_of(inner, optimizer) if make in DIVIDING else calls_of(inner)
     scaler = kind("cpu", 1024.0)
     scaler.scale((param * torch.tensor([1.0, factor])).sum()).backward()
     if way == "unscale_":
@@ -162,15 +170,27 @@ def test_a_step_is_right_or_skipped(
     scaler.update()
     assert param.tolist() == ([0.875, 0.75] if factor == 2 else [1.0, 1.0])
     assert scaler.step_skipped(optimizer) == (factor != 2)
-    assert divides_by_itself(optimizer) == (make in DIVIDING)
+    assert bool(calls) == (factor == 2 or make in DIVIDING), "who skips it?"
 
 
 def test_what_an_optimizer_says_later_counts() -> None:
-    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    assert not divides_by_itself(optimizer)
-    assert divides_by_itself(ampfast.sync_free_(optimizer))
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([param], lr=0.1)
+    calls, scaler = calls_of(optimizer), ampfast.GradScaler("cpu")
+
+    def is_called_to_skip() -> bool:
+        calls.clear()
+        scaler.scale((param * torch.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return bool(calls)
+
+    assert not is_called_to_skip()
+    ampfast.sync_free_(optimizer)
+    assert is_called_to_skip()
     optimizer._step_supports_amp_scaling = False
-    assert not divides_by_itself(optimizer)
+    assert not is_called_to_skip()
+    assert param.tolist() == [1.0, 1.0]
 
 
 # Trials of torch's fused kernels, and what is done where one fails
@@ -182,13 +202,6 @@ KERNELS: dict[Any, str] = {
     torch.optim.SGD: "_fused_sgd_",
 }
 EACH_KIND = pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def no_warnings_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "_warned", set())
-    monkeypatch.setattr(fused_trial, "_faults", {})
 
 
 def without(name: str, operator: Any) -> Callable[..., Any]:
@@ -210,7 +223,7 @@ def ones() -> torch.nn.Parameter:
 @EACH_KIND
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_torchs_kernels_are_right_on_a_cpu(kind: Any, dtype: torch.dtype) -> None:
-    assert fused_trial.fault_of(kind, dtype, CPU) is None
+    ampfast.sync_free_(kind([torch.nn.Parameter(torch.ones(64, dtype=dtype))]))
 
 
 @EACH_KIND
@@ -218,27 +231,43 @@ def test_torchs_kernels_are_right_on_a_cpu(kind: Any, dtype: torch.dtype) -> Non
 def test_a_kernel_that_ignores_what_it_is_told(
     kind: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scaler divides and skips by itself and says so once; sync_free_ refuses."""
+    """The scaler divides and skips by itself; sync_free_ refuses."""
     param, trusted = ones(), ones()
     optimizer, before = kind([param], lr=0.5, fused=True), kind([trusted], lr=0.5, fused=True)
     if not hasattr(before, "_step_supports_amp_scaling"):
         pytest.skip("to a scaler, the fused Adagrad of this torch is a plain optimizer")
-    assert divides_by_itself(before)
-    monkeypatch.setattr(torch, KERNELS[kind], FAULTS[words](getattr(torch, KERNELS[kind])))
     scaler = ampfast.GradScaler("cpu", 1024.0)
+    scaler.scale((trusted * torch.inf).sum()).backward()
+    scaler.step(before)
+    scaler.update()
+    monkeypatch.setattr(torch, KERNELS[kind], FAULTS[words](getattr(torch, KERNELS[kind])))
     found = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for each, p in ((optimizer, param), (before, trusted)):
-            scaler.scale((p * torch.inf).sum()).backward()
-            scaler.step(each)
-            found.append(p.tolist() == [1.0] * 64 and scaler.step_skipped(each))
-            scaler.update()
+    for each, p in ((optimizer, param), (before, trusted)):
+        scaler.scale((p * torch.inf).sum()).backward()
+        scaler.step(each)
+        found.append(p.tolist() == [1.0] * 64 and scaler.step_skipped(each))
+        scaler.update()
     assert found == [True, True]
-    (warning,) = caught
-    assert words in str(warning.message) and warning.filename == __file__
     with pytest.raises(ValueError, match=f"{words}, for parameter 0 of group 0, a torch.float32"):
         ampfast.sync_free_(kind([ones()]))
+
+
+def test_a_wrong_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By class, dtype and type of device; no other test steps a wrong one of float64."""
+    words, name = "does not skip where found_inf is 1", KERNELS[torch.optim.Adam]
+    monkeypatch.setattr(torch, name, FAULTS[words](getattr(torch, name)))
+    scaler = ampfast.GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            param = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+            optimizer = torch.optim.Adam([param], fused=True)
+            scaler.scale(param.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (warning,) = caught
+    assert f"fused Adam {words}, for torch.float64 on cpu" in str(warning.message)
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -257,4 +286,4 @@ def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -
 
 
 def test_what_cannot_be_tried_is_left_to_its_step() -> None:
-    assert divides_by_itself(torch.optim.Adam([torch.ones(2, device="meta")], fused=True))
+    ampfast.sync_free_(torch.optim.Adam([torch.ones(2, device="meta")], fused=True))
