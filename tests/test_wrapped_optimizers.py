@@ -286,4 +286,12 @@ def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -
 
 
 def test_what_cannot_be_tried_is_left_to_its_step() -> None:
-    ampfast.sync_free_(torch.optim.Adam([torch.ones(2, device="meta")], fused=True))
+    """Where no flag can be read, either."""
+    param = torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer: Any = torch.optim.Adam([param], fused=True)
+    scaler = ampfast.GradScaler("cpu", backend="aten")
+    scale, calls = scaler.scale(torch.ones((), device="meta")), []
+    param.grad = torch.ones_like(param) * scale
+    optimizer.step = lambda: calls.append(optimizer.grad_scale)
+    scaler.step(optimizer)
+    assert [each.device for each in calls] == [param.device]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernels import CPU_KERNELS
 from support.processes import is_alive
 
-from ampfast.backends import cpu
 from benchmarks import providers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,7 +247,7 @@ def test_the_smoke_test_tells_wrong_kernels(
                 raise RuntimeError("an illegal access")
             if fault == "value" and work.write:
                 work = work._replace(factor=work.factor * (1 + 1e-6))
-            found = cpu.run(grads, work)
+            found = CPU_KERNELS.run(grads, work)
             if fault == "flag" and not work.write:
                 return 1 - found
             return torch.zeros(()) if fault == "found_inf" and work.write else found
