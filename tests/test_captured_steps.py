@@ -14,12 +14,13 @@ from support.captures import (
     Training,
     assert_no_more_breaks,
     assert_replays_are_eager,
+    pretend_capture,
 )
 from support.comparison import TorchScaler, started
 from support.gradients import parameter_with, sgd_with
 from support.launchers import ReferenceLauncher
 
-from ampfast import GradScaler, capture, grad_scaler
+from ampfast import GradScaler
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -98,7 +99,6 @@ def test_the_body_is_the_step_alone_and_ends_when_it_raises(
 # Refused before anything else
 
 
-OTHER = torch.device("cuda", 1)
 FIRST = "the first step of {}, .*: run one iteration"
 OLD = r"that the host may skip: take torch 2\.12 or newer .*CUDA 12\.4 .*fused=True"
 Change = Callable[[Training, pytest.MonkeyPatch], object]
@@ -110,6 +110,11 @@ def with_(owner: Any, name: str, value: Any) -> Change:
 
 def one_more(training: Training, _: object) -> None:
     training.optimizer.add_param_group({"params": [parameter_with(torch.ones(1))]})
+
+
+def one_elsewhere(training: Training, _: object) -> None:
+    other = parameter_with(torch.ones(1, device="meta"))
+    training.optimizer.add_param_group({"params": [other]})
 
 
 class Own(torch.optim.Adam):
@@ -131,7 +136,7 @@ def counting_on_the_host(training: Training, _: object) -> None:
     [
         ("sgd", 1, with_(torch.version, "hip", "7.2"), OLD),
         ("sgd", 1, with_(torch.cuda, "CUDAGraph", object), OLD),
-        ("sgd", 1, with_(capture, "_current_device", lambda: OTHER), "on cpu, too"),
+        ("sgd", 1, one_elsewhere, "on meta, too"),
         ("momentum", 0, None, FIRST.format("SGD")),
         ("adam", 0, None, FIRST.format("Adam")),
         ("fused_sgd", 0, None, "the first step of a fused SGD with momentum"),
@@ -174,8 +179,7 @@ def test_refuses_reads_by_the_host(name: str, what: str, monkeypatch: pytest.Mon
     scaler.update()
     arguments = (optimizer,) if name in ("step_skipped", "health") else ()
     getattr(scaler, name)(*arguments)
-    for module in (capture, grad_scaler):
-        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    pretend_capture(monkeypatch)
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):
         getattr(scaler, name)(*arguments)
     with pytest.raises(RuntimeError, match="cannot capture the creation of the scale,"):

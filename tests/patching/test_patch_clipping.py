@@ -16,12 +16,13 @@ from support.steps import side
 from torch import nn
 
 import ampfast
-from ampfast import clip_grad, functional
+from ampfast import functional
 
 NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
 # In tuples, where patch() does not look.
 TORCHS = tuple(getattr(nn.utils, name) for name in NAMES)
-STAND_INS = tuple(getattr(clip_grad, f"stand_in_{name}") for name in NAMES)
+with ampfast.patch(clip_grad_norm=True):
+    STAND_INS = tuple(getattr(nn.utils, name) for name in NAMES)
 REPLACED = {f"torch.nn.utils.{name}" for name in NAMES}
 REPLACED |= {"torch.nn.utils.clip_grad.clip_grad_norm_"}
 PARTS = ["_get_total_norm", "_clip_grads_with_norm_"]
@@ -36,6 +37,7 @@ def held() -> tuple[object, ...]:
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     assert held() == TORCHS
+    assert all(ours is not theirs for ours, theirs in zip(STAND_INS, TORCHS, strict=True))
     yield
     ampfast.unpatch()
     assert held() == TORCHS

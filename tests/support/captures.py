@@ -255,6 +255,12 @@ def _as(kind: type[torch.Tensor], values: Any) -> Any:
     return tree_map(lambda v: v.as_subclass(kind) if isinstance(v, torch.Tensor) else v, values)
 
 
+def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture goes on, for all that the scaler asks."""
+    for module in (capture, grad_scaler):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
+
+
 class Capturing:
     """Captures of a scaler's calls, over the kernels of `launcher`."""
 
