@@ -570,6 +570,21 @@ def test_a_parameter_that_is_never_stepped(kind: str) -> None:
         assert optimizer.master_weights[unusual].tolist() == [1 - 2**-10] * 3
 
 
+@pytest.mark.parametrize("kind", [nn.Parameter, Subclassed])
+@pytest.mark.parametrize("seen_as", [Tensor.t, lambda data: data.view(torch.float16)])
+def test_data_seen_in_another_way_is_an_edit(seen_as: Any, kind: Any) -> None:
+    """At the same address and of the same version."""
+    param = kind(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.0))
+    step_by(optimizer, [param])
+    optimizer.zero_grad()
+    param.data = seen_as(param.data)
+    expected = param.detach().clone()
+    step_by(optimizer, [param])
+    assert torch.equal(param.detach(), expected)
+    assert torch.equal(optimizer.master_weights[param], expected.float())
+
+
 def test_zero_grad_gives_zeros_of_grad_dtype() -> None:
     ours = ours_of("momentum-plain", torch.float16, 1)
     first, second, *_ = params = list(ours.model.parameters())
