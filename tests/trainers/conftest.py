@@ -58,14 +58,6 @@ def fastai_on_cpu(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basics.defaults, "use_cuda", False)
 
 
-@pytest.fixture
-def mmengine_on_cpu(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets MMEngine scale, for which it needs a GPU."""
-    name = "mmengine.optim.optimizer.amp_optimizer_wrapper"
-    wrapper = pytest.importorskip(name, reason="needs mmengine")
-    monkeypatch.setattr(wrapper, "is_cuda_available", lambda: True)
-
-
 @pytest.fixture(autouse=True)
 def _accelerates_state_is_forgotten() -> Iterator[None]:
     """That of an accelerator, which the next one of the process would share."""

@@ -24,7 +24,7 @@ TABLE = re.findall(r"^\| \[.*?\]\((.*?)\) \|.*\| (\S+) (\S+) \|$", TEXT, re.MULT
 EXAMPLES = sorted((ROOT / "examples" / "trainers").glob("*.py"))
 # Fixtures with which examples run on a CPU.
 ON_CPU = dict.fromkeys(("accelerate", "transformers", "trl"), "float16_on_cpu")
-ON_CPU |= {name: f"{name}_on_cpu" for name in ("fastai", "mmengine")}
+ON_CPU["fastai"] = "fastai_on_cpu"
 # Dependencies of trainers.
 BESIDES = {"pytest", "torchvision"}
 
