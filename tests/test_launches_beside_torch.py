@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.launchers import ReferenceLauncher
+from support.launchers import ReferenceLauncher, read_flags_as_on_a_gpu
 from support.steps import Side, side
 from torch.autograd.profiler import profile, record_function
 
-from ampfast import GradScaler, grad_scaler, passes
+from ampfast import GradScaler
 
 PAGE = Path(__file__).parents[1] / "docs/kernels.md"
 OURS, HOST = "launch of ampfast's", "memory of the host"
@@ -99,8 +99,7 @@ def counted(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> Ref
     """Launches without the ops that stand for them, and flags that are read as on a GPU."""
     for name in ("multi_tensor", "clip_coefficient", "update_scale"):
         monkeypatch.setattr(launcher, name, record_function(OURS)(getattr(launcher, name)))
-    monkeypatch.setattr(passes, "begin", record_function(HOST)(passes.begin))
-    monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
+    read_flags_as_on_a_gpu(monkeypatch, record_function(HOST))
     return launcher
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.cuda_kernels import SETUP
+from support.kernels import CAPABILITIES
 from torch.utils import cpp_extension
-
-from ampfast import _C
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
@@ -53,7 +52,7 @@ def digests(
 def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Digests of the loops that the other tests compare with torch's results."""
     found = digests(tmp_path_factory.mktemp("here"), HERE)
-    assert [*found] == _C.cpu_capabilities()
+    assert [*found] == CAPABILITIES
     first, *others = found.values()
     assert len(first) == 24
     assert all(other == first for other in others)
@@ -69,7 +68,7 @@ def test_sanitized_loops_have_the_same_bits(ours: dict[str, str], tmp_path: Path
     """Under AddressSanitizer and UBSan, over blocks with nothing behind them."""
     sanitized = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
     found = digests(tmp_path, HERE, *sanitized)
-    assert found == dict.fromkeys(_C.cpu_capabilities(), ours)
+    assert found == dict.fromkeys(CAPABILITIES, ours)
 
 
 @needs_cross

@@ -14,6 +14,8 @@ from ampfast.backends.core import Clip, Factor, GradList, Pass, Track
 from support.comparison import BITS, FLOATS, assert_same
 
 CPU_KERNELS = cpu
+# Instruction sets that machine and binary share.
+CAPABILITIES = _C.cpu_capabilities()
 
 
 def grads_of(

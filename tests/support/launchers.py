@@ -21,11 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import _C
+from ampfast import _C, grad_scaler, passes
 from ampfast.backends import cpu, torch_ops
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
 
 _INFINITE = 0x7FF0000000000000
+
+
+def read_flags_as_on_a_gpu(monkeypatch: Any, names: Any) -> None:
+    """By an op; `names` decorates what the host does before a step in its own memory."""
+    monkeypatch.setattr(passes, "begin", names(passes.begin))
+    monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
 
 
 @dataclass
