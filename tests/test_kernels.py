@@ -50,6 +50,7 @@ SQUARES_TOLERANCE = {
 LEAST, MOST = 2.0**-40, 2.0**62
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CAPABILITIES, "", "pentium"])
 def test_the_environment_chooses_a_capability(name: str) -> None:
     """The widest by default."""
