@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,6 +134,20 @@ def test_arguments_are_refused_as_by_torch(arguments: tuple[Any, ...]) -> None:
     torch.testing.assert_close(our_grads, their_grads, equal_nan=True)
 
 
+def test_shared_memory_and_norms_that_are_no_real_scalars_are_torchs(
+    launcher: ReferenceLauncher,
+) -> None:
+    for call in (
+        lambda side, params: side.clip_grad_norm_(params * 2, 1.0),
+        lambda side, params: side.clip_grads_with_norm_(params * 2, 1.0, torch.tensor(5.0)),
+        lambda side, params: side.clip_grads_with_norm_(params, 1.0, torch.tensor([2.0])),
+        lambda side, params: side.clip_grads_with_norm_(params, 1.0, torch.tensor(2.0 + 1.0j)),
+    ):
+        ours, theirs = both(call, layer)
+        assert_same([ours[0].comparable(), ours[1]], [theirs[0].comparable(), theirs[1]])
+    assert launcher.launches == []
+
+
 def test_the_host_reads_nothing() -> None:
     params = with_grads(torch.ones(5), torch.ones(7, dtype=torch.bfloat16))
     assert host_reads(lambda: functional.clip_grad_norm_(params, 1.0)) == 0
@@ -156,6 +171,12 @@ def test_no_parameters_and_zeros() -> None:
         assert_same(one.grad, other.grad)
 
 
+def test_a_copy_on_write_leaves_the_original() -> None:
+    original = torch.tensor([3.0, 4.0])
+    functional.clip_grads_with_norm_(parameter_with(original._lazy_clone()), 1.0, torch.tensor(5.0))
+    assert_same(original, torch.tensor([3.0, 4.0]))
+
+
 @pytest.mark.parametrize("clips", [True, False])
 def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
     def launches(call: Callable[[], Any]) -> list[str]:
@@ -174,6 +195,22 @@ def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
     params = with_grads(*before)
     raising = partial(functional.clip_grad_norm_, error_if_nonfinite=True)
     assert launches(lambda: raising(params, 1.0)) == ["check", "clip", "unscale"], "one launch more"
+    parts, norm = with_grads(torch.ones(3).half()), torch.tensor(2.0)
+    assert launches(lambda: functional.clip_grads_with_norm_(parts, 1.0, norm)) == ["unscale"]
+    assert parts[0].grad._version == 1
+
+
+def test_an_error_of_a_launch_is_raised_but_in_a_capture(
+    launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Mock(side_effect=RuntimeError("a CUDA graph cannot capture this"))
+    monkeypatch.setattr(launcher, "multi_tensor", failing)
+    with pytest.raises(RuntimeError, match="cannot capture"):
+        functional.clip_grad_norm_(pair(), 1.0)
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    ours, theirs = both(lambda side, params: side.clip_grad_norm_(params, 1.0))
+    assert_same([ours[0].value, ours[1]], [theirs[0].value, theirs[1]])
 
 
 def test_a_coefficient_of_1_reads_and_writes_nothing() -> None:
