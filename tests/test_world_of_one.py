@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ampfast
-from ampfast import GradScaler
+from ampfast import GradScaler, LogMax
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or not dist.is_available() or not dist.is_gloo_available(),
@@ -34,7 +35,7 @@ KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 
 
 class Pair:
-    """Group of two ranks: the other one has the same flags, or finds an overflow, or is lost."""
+    """Group of two ranks: the other one has the same values, or finds an overflow, or is lost."""
 
     finds = fails = False
 
@@ -47,7 +48,7 @@ class Pair:
     def size(self) -> int:
         return 2
 
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         if self.fails:
             self.fails = False
             raise ConnectionError("connection closed by peer")
@@ -55,6 +56,8 @@ class Pair:
             self.sent.append(tensor.reshape(-1).tolist())
             if self.finds:
                 tensor.fill_(1.0)
+            elif options.reduceOp == dist.ReduceOp.SUM:
+                tensor.mul_(2)
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -113,6 +116,23 @@ def test_an_overflow_on_another_rank_decides(
     assert scaler.stats().steps == 1
 
 
+def test_norms_of_both_ranks_make_one() -> None:
+    optimizer = KINDS["plain"]([parameter_with(torch.tensor([24.0, 32.0]))])
+    for order, norm in ((2.0, 50**0.5), (math.inf, 4.0)):
+        found = started(process_group=Pair()).grad_norm(optimizer, order)
+        assert found.item() == pytest.approx(norm)
+
+
+def test_a_policy_observes_the_same_with_a_limit_and_with_a_group() -> None:
+    kept = []
+    for given in ({}, {"skip_above": 1e6}, {"process_group": Pair()}):
+        scaler, optimizer = started(policy=LogMax(), **given), optimizer_of("plain")
+        scaler.step(optimizer)
+        scaler.update()
+        kept.append(scaler.state_dict()["ampfast"]["averages"])
+    assert kept[0] == kept[1] == kept[2]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_does_not_ride_before_the_ranks_agree(
     kind: str, launcher: ReferenceLauncher
@@ -148,11 +168,14 @@ def test_a_rank_without_gradients_takes_the_others_flag(
     assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "launcher"])
 @pytest.mark.parametrize("make", [GradScaler, Own])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_group_distributed_gradients_alone_are_agreed_on(
-    kind: str, make: type[GradScaler], pair: Pair
+    kind: str, make: type[GradScaler], kernels: str, pair: Pair, request: pytest.FixtureRequest
 ) -> None:
+    if kernels == "launcher":
+        request.getfixturevalue("launcher")
     mesh = init_device_mesh("cpu", (2,))
     scaler = started(make)
     scaler.step_and_update(optimizer_of(kind))
@@ -210,6 +233,7 @@ SGD: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "plain": lambda params: torch.optim.SGD(params, lr=1.0),
     "fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
 }
+LIMITED = partial(GradScaler, skip_above=1e6)
 Call = Callable[[GradScaler, Any], Any]
 
 
@@ -253,7 +277,7 @@ def fail(scaler: GradScaler, call: Callable[..., Any], *arguments: Any) -> None:
     assert not group.fails
 
 
-def failed(call: Call, kind: str, make: type[GradScaler] = GradScaler) -> tuple[Any, Any, Any]:
+def failed(call: Call, kind: str, make: Any = GradScaler) -> tuple[Any, Any, Any]:
     """Scaler, optimizer and parameter after a call whose collective failed."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     scaler: Any = make("cpu", init_scale=SCALE, process_group=Pair())
@@ -267,7 +291,7 @@ def assert_equal(tensor: torch.Tensor, value: float) -> None:
     assert tensor.tolist() == [value] * 3
 
 
-@pytest.mark.parametrize("make", [GradScaler, Overriding])
+@pytest.mark.parametrize("make", [GradScaler, Overriding, LIMITED])
 @pytest.mark.parametrize("path", DIVIDING)
 def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: Any) -> None:
     kind, call = DIVIDING[path]
@@ -276,6 +300,10 @@ def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: A
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
             again(scaler, optimizer)
         assert_equal(param.grad, GRADIENT)
+    if make is LIMITED:  # the norm is not known
+        scaler.step(optimizer)
+        assert_equal(param, 1.0)
+        return
     fail(scaler, scaler.step, optimizer)
     assert_equal(param, 1.0)
     assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
