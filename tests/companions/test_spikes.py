@@ -24,6 +24,7 @@ from torch.distributed import checkpoint
 import ampfast
 from ampfast import Sigmas, capture
 
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "aten"])
 WINDOW = 4
 LIMITS = [1.2, 0.0, Sigmas(2.0, 4), Sigmas(0.0, 2), Sigmas(6.0, 128), Sigmas(3.0, 5, patience=1)]
 LIMITS += [Sigmas(1.0, 7, patience=9)]
@@ -81,10 +82,6 @@ class Loop(Training):
         return self.scaler.state_dict().get("ampfast", {}).get("norms", [])
 
 
-def backends(test: Any) -> Any:
-    return pytest.mark.parametrize("backend", ["cpu", "aten"])(test)
-
-
 PROGRAM = [
     *((1.0, None, 8.0, 1), (1.5, None, 8.0, 2), (50.0, "spike", 8.0, 2), (20.0, None, 16.0, 0)),
     *((math.inf, "overflow", 8.0, 0), (2.0, None, 8.0, 1), (21.0, "spike", 8.0, 1)),
@@ -98,7 +95,7 @@ PROGRAM = [
     ("make", "in_place"),
     [("adam", True), *itertools.product(("fused_adam", "momentum"), (True, False))],
 )
-@backends
+@BACKENDS
 def test_a_spike_is_skipped_and_leaves_the_scale(
     backend: str, make: str, order: float, in_place: bool, way: str
 ) -> None:
@@ -120,7 +117,7 @@ def test_a_spike_is_skipped_and_leaves_the_scale(
 
 @pytest.mark.filterwarnings("ignore:The gradient norm stayed above")
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
-@backends
+@BACKENDS
 def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
     loop, rule = Loop("fused_adam", backend=backend), Rule(limit)
     reasons = []
@@ -140,7 +137,7 @@ def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
         assert rule.restarts or rule.patience > 9
 
 
-@backends
+@BACKENDS
 def test_an_infinite_norm_of_finite_gradients_is_a_spike_at_any_time(backend: str) -> None:
     """It takes no patience, and none makes it usual."""
     loop = Loop("adam", backend=backend, init_scale=1.0, growth_interval=100)
@@ -151,19 +148,30 @@ def test_an_infinite_norm_of_finite_gradients_is_a_spike_at_any_time(backend: st
     assert reasons == [None] * 4 + ["spike"] * 3 + [None]
 
 
+@pytest.mark.parametrize("above", [20.0, None])
 @pytest.mark.parametrize("order", [2.0, 3.0])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order: float) -> None:
-    loop = Loop("fused_adam", 2, growth_interval=10)
+@pytest.mark.parametrize(
+    ("make", "in_place"), [("adam", True), ("fused_adam", True), ("fused_adam", False)]
+)
+def test_optimizers_clipped_together_are_skipped_together(
+    make: str, in_place: bool, order: float, above: float | None
+) -> None:
+    """What is bad in one is in the coefficient of the other's gradients."""
+    loop, joint = Loop(make, 2, growth_interval=10), []
     for norms, reason in (
         *(((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")),
         *(((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)),
     ):
         loop.backward(*norms)
-        options = {"skip_above": 20.0, "in_place": in_place}
-        loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, order, **options)
-        assert loop.finish() == [reason] * 2
-    assert (loop.scaler.stats().spikes, loop.scaler.get_scale()) == (2, 2.0)
+        options: Any = {"skip_above": above, "in_place": in_place}
+        norm = loop.scaler.clip_grad_norm_(loop.optimizers, 1.0, order, **options)
+        joint.append(math.hypot(*norms) if order == 2 else norm.item())
+        assert norm.item() == pytest.approx(joint[-1], nan_ok=True)
+        flags = [loop.scaler._found_inf_per_device(each) for each in loop.optimizers]
+        assert len({flag.data_ptr() for each in flags for flag in each.values()}) == 2
+        assert loop.finish() == [reason if above or reason == "overflow" else None] * 2
+    assert (loop.scaler.stats().spikes, loop.scaler.get_scale()) == (2 if above else 0, 2.0)
+    assert loop.scaler.history().grad_norm.tolist() == pytest.approx(joint, nan_ok=True)
 
 
 def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
@@ -193,7 +201,6 @@ def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
 Program: TypeAlias = list[tuple[Sigmas, list[float], str]]
 REASONS = {".": None, "s": "spike", "o": "overflow", "r": None}
 
-
 USUAL, LONELY = [1.0, 1.1, 1.0, 1.1], [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 1.05]
 PROGRAMS: dict[str, Program] = {
     "norms of 0 neither end nor lengthen a run": [
@@ -212,7 +219,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-@backends
+@BACKENDS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_training_goes_on(name: str, backend: str) -> None:
     loop, skips = Loop(backend=backend, growth_interval=10**6), 0
@@ -335,6 +342,25 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
     assert len(loop.norms()[0]) == 2
 
 
+def test_captured_clips_go_on_with_the_norms_of_their_place(monkeypatch: Any) -> None:
+    loop, limit = Loop(count=2), Sigmas(2.0, WINDOW)
+
+    def captured(norm: float) -> str | None:
+        with monkeypatch.context() as patched:
+            for name in ("is_initialized", "is_current_stream_capturing"):
+                patched.setattr(torch.cuda, name, lambda: True)
+            loop.clip(norm, limit, which=1)
+        return loop.finish(1)[0]
+
+    for which in (0, 1):
+        loop.run([1.0], limit, which)
+    captured(1.0)
+    load_norms(loop, [[7.0], USUAL])
+    assert [captured(50.0) for _ in range(3)] == ["spike", "spike", None]
+    with pytest.warns(UserWarning, match="taken as the new usual"):
+        assert loop.norms() == [[7.0], [50.0]]
+
+
 # Bad input
 
 FINITE, NUMBER = "at least 0 and finite, got", "a Python number or ampfast.Sigmas, got"
@@ -362,8 +388,13 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("given", "error", "text"), BAD, ids=[text for *_, text in BAD])
 def test_bad_numbers(given: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Sigmas(*given) if isinstance(given, tuple) else Loop().clip(1.0, given)
+    loop = Loop()
+    calls = [partial(loop.clip, 1.0, given), partial(setattr, loop.scaler, "skip_above", given)]
+    calls += [partial(Loop, skip_above=given), partial(ampfast.StepGuard, "cpu", skip_above=given)]
+    for call in [partial(Sigmas, *given)] if isinstance(given, tuple) else calls:
+        with pytest.raises(error, match=text):
+            call()
+    assert loop.scaler.skip_above is None
 
 
 def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
