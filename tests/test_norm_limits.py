@@ -78,10 +78,11 @@ def clipped(scaler: Any, optimizer: Any, norm: float, rule: Any, **options: Any)
     return float((before - param.detach().double())[0])
 
 
-def check(scaler: Any, optimizer: Any, rule: Any, **options: Any) -> None:
+def check(scaler: Any, optimizer: Any, rule: Any, norms: list[float], **options: Any) -> int:
+    """Number of the norms that are clipped."""
     [param] = optimizer.param_groups[0]["params"]
     model, clips = Model(rule), 0
-    for norm in norms_of(3):
+    for norm in norms:
         with torch.no_grad():
             param.zero_()
         moved = clipped(scaler, optimizer, float32(norm), rule, **options)
@@ -91,8 +92,8 @@ def check(scaler: Any, optimizer: Any, rule: Any, **options: Any) -> None:
         limit = model.limit(float32(norm))
         clips += norm > limit
         expected = norm if norm <= limit else norm * limit / (norm + 1e-6)
-        assert moved == pytest.approx(expected, rel=1e-5)
-    assert clips >= (0 if rule == Percentile(100, 3) else 2)
+        assert moved == pytest.approx(expected, rel=2e-6)
+    return clips
 
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, "deferred", "launched"])
@@ -102,20 +103,16 @@ def test_limits_of_the_papers(rule: Any, kind: str, request: pytest.FixtureReque
         request.getfixturevalue("launcher")
     make = OPTIMIZERS.get(kind, OPTIMIZERS["fused"])
     optimizer = make([torch.nn.Parameter(torch.zeros(2))])
-    check(started(GradScaler, growth_interval=7), optimizer, rule, in_place=kind != "deferred")
+    scaler, in_place = started(GradScaler, growth_interval=7), kind != "deferred"
+    clips = check(scaler, optimizer, rule, norms_of(3), in_place=in_place)
+    assert clips >= (0 if rule == Percentile(100, 3) else 2)
 
 
 @BY_RULE
 def test_a_guard_and_a_disabled_scaler_clip_alike(rule: Any) -> None:
     for scaler in (StepGuard("cpu"), GradScaler("cpu", enabled=False)):
         optimizer = OPTIMIZERS["plain"]([torch.nn.Parameter(torch.zeros(2))])
-        model = Model(rule)
-        for norm in norms_of(4)[:15]:
-            expected = min(norm, model.limit(float32(norm)))
-            with torch.no_grad():
-                optimizer.param_groups[0]["params"][0].zero_()
-            moved = clipped(scaler, optimizer, float32(norm), rule)
-            assert moved == pytest.approx(expected, rel=2e-6)
+        check(scaler, optimizer, rule, norms_of(4)[:15])
 
 
 @pytest.mark.parametrize("rule", [ZScore(), Percentile(100)], ids=str)
@@ -162,6 +159,19 @@ def test_every_optimizer_has_its_own_norms_and_a_joint_clip_the_firsts() -> None
         optimizer.param_groups[0]["params"][0].grad = torch.tensor([8.0 * norm])
     assert scaler.clip_grad_norm_(optimizers, rule) == 5.0
     assert scaler.state_dict()["ampfast"]["limits"][0] == [3.0, 1.0, 2.0, 5.0, 0.0]
+
+
+def test_another_rule_begins_anew_and_spikes_do_not_join() -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    for rule, words in (
+        (Percentile(window=4), 5),
+        (ZScore(warmup=2), 3),
+        (Percentile(window=3), 4),
+    ):
+        clipped(scaler, optimizer, 1.0, rule)
+        assert clipped(scaler, optimizer, 50.0, rule, skip_above=20.0) == 0
+        [history] = scaler.state_dict()["ampfast"]["limits"]
+        assert (len(history), history[0]) == (words, 1.0)
 
 
 @BY_RULE
