@@ -18,6 +18,7 @@ from ampfast import functional
 
 OPS = torch.ops.ampfast
 INT32_MAX = 2**31 - 1
+torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def f32(value: float, device: str = "cpu") -> torch.Tensor:
@@ -26,10 +27,6 @@ def f32(value: float, device: str = "cpu") -> torch.Tensor:
 
 def i32(value: int) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int32)
-
-
-def torch_unscale_(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -253,6 +250,17 @@ def wrong_arguments() -> Iterator[tuple[str, str, Any, Any, str]]:
 def contents(arguments: Arguments) -> list[torch.Tensor]:
     tensors = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
     return [t.clone() for t in tensors if t.device.type == "cpu" and t.layout is torch.strided]
+
+
+@pytest.mark.parametrize("side", [functional, OPS], ids=["function", "op of compiled code"])
+def test_shrunk_gradients_are_refused_before_any_is_written(side: Any) -> None:
+    good, found = torch.full((3,), 4.0), f32(0)
+    bad = torch.ones(3)._neg_view() if side is functional else torch.ones(3, dtype=torch.cfloat)
+    bad.untyped_storage().resize_(8)
+    for call, more in ((side.unscale_, (found, f32(0.5))), (side.check_, (found,))):
+        with pytest.raises(RuntimeError, match="a gradient was freed or resized"):
+            call([good, bad], *more)
+    assert (good.tolist(), found.item()) == ([4.0] * 3, 0.0)
 
 
 @pytest.mark.parametrize("name", ["unscale_", "check_", "update_scale_", "grad_norm"])
