@@ -21,9 +21,7 @@ from torch.nn import utils
 from ampfast import functional
 
 INF = math.inf
-SIDES = pytest.mark.parametrize("side", [utils, functional], ids=["torch", "ours"])
 ORDERS = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"])
-FOREACH = pytest.mark.parametrize("foreach", [None, False, True])
 
 
 def with_grads(*grads: Tensor) -> list[torch.nn.Parameter]:
@@ -48,9 +46,9 @@ def both(call: Callable[[Any, Any], Any], make: Callable[[], list[Any]] = pair) 
     return found
 
 
-@SIDES
+@pytest.mark.parametrize("side", [utils, functional], ids=["torch", "ours"])
 @ORDERS
-@FOREACH
+@pytest.mark.parametrize("foreach", [None, False, True])
 def test_the_two_parts_are_the_whole(side: Any, order: Any, foreach: bool | None) -> None:
     params, others = layer(), layer()
     norm = side.clip_grad_norm_(params, 2.0, order, foreach=foreach)
@@ -134,9 +132,7 @@ def test_arguments_are_refused_as_by_torch(arguments: tuple[Any, ...]) -> None:
     torch.testing.assert_close(our_grads, their_grads, equal_nan=True)
 
 
-def test_shared_memory_and_norms_that_are_no_real_scalars_are_torchs(
-    launcher: ReferenceLauncher,
-) -> None:
+def test_shared_memory_and_unreal_norms_are_torchs(launcher: ReferenceLauncher) -> None:
     for call in (
         lambda side, params: side.clip_grad_norm_(params * 2, 1.0),
         lambda side, params: side.clip_grads_with_norm_(params * 2, 1.0, torch.tensor(5.0)),
@@ -200,9 +196,7 @@ def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
     assert parts[0].grad._version == 1
 
 
-def test_an_error_of_a_launch_is_raised_but_in_a_capture(
-    launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_launch_is_raised_but_in_captures(launcher: Any, monkeypatch: Any) -> None:
     failing = Mock(side_effect=RuntimeError("a CUDA graph cannot capture this"))
     monkeypatch.setattr(launcher, "multi_tensor", failing)
     with pytest.raises(RuntimeError, match="cannot capture"):
