@@ -7,11 +7,13 @@ import math
 import pickle
 import re
 import warnings
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.captures import counters_on_gpu, pretend_capture
 from support.comparison import started
 from support.gradients import sgd_with
 from support.launchers import compiled
@@ -97,7 +99,7 @@ def test_the_scaler_follows_the_model(backend: str, way: str, fused: bool) -> No
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_a_scale_that_is_set(backend: str) -> None:
-    loop = training(backend=backend, growth_interval=1)
+    loop = training(backend=backend, growth_interval=1, max_skips=1)
     loop.scaler.update(2.0)
     assert loop.scaler.get_scale() == 2.0
     assert loop.scaler.stats().steps == 0, "nothing was checked"
@@ -135,10 +137,16 @@ def test_norms_of_an_iteration(kind: torch.dtype) -> None:
         assert history.has_norm[-1].item() == (expected is not None)
         if expected is not None:
             assert history.grad_norm[-1].item() == pytest.approx(expected, rel=1e-6)
+    for clips, expected in ((False, 5.0), (True, 3.0)):
+        if clips:
+            scaler.clip_grad_norm_(optimizers[0], 1.0)
+        scaler.grad_norm(optimizers)  # not recorded after a clip
+        scaler.step_and_update(*optimizers)
+        assert scaler.history().grad_norm[-1].item() == expected
 
 
 def test_raises_at_the_minimum() -> None:
-    loop = training(init_scale=2.0, min_scale=1.0, on_min_scale="raise")
+    loop = training(init_scale=2.0, min_scale=1.0, on_min_scale="raise", skip_above=100.0)
     loop.step(math.inf)
     assert loop.scaler.get_scale() == 1.0
     with pytest.raises(FloatingPointError, match=r"minimum, 1\.0, and 2 steps in a row were"):
@@ -150,7 +158,8 @@ def test_raises_at_the_minimum() -> None:
     with pytest.raises(FloatingPointError, match="1 step was skipped"):
         loop.step(math.inf)
     # Raised once, so that the user can inspect and recover.
-    assert loop.scaler.stats().consecutive_skips == 1
+    loop.step(1000.0)  # skipped for its norm
+    assert loop.scaler.stats().consecutive_skips == 2
     saved = {**loop.scaler.state_dict(), "scale": 8.0}
     for mend in (lambda: loop.scaler.update(8.0), lambda: loop.scaler.load_state_dict(saved)):
         mend()
@@ -158,6 +167,34 @@ def test_raises_at_the_minimum() -> None:
         loop.step(*[math.inf] * 3)
         with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
             loop.step(math.inf)
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_counts_of_a_gpu_are_told_when_they_have_arrived(sets: bool, monkeypatch: Any) -> None:
+    """They are copied without a wait, not under capture, and forgotten where the scale is set."""
+    loop = training(init_scale=1.0, min_scale=1.0, on_min_scale="raise")
+    loop.scaler = copy.deepcopy(loop.scaler)
+    loop.scaler.scale(torch.ones(()))
+    copies, saved = counters_on_gpu(loop.scaler, monkeypatch), loop.scaler.state_dict()
+    loop.step(math.inf, math.inf)
+    copies[0].set()
+    with monkeypatch.context() as patch:
+        pretend_capture(patch)
+        loop.step(math.inf)
+    loop.scaler.update(1.0) if sets else loop.scaler.load_state_dict(saved)
+    loop.step(1.0, math.inf)
+    with pytest.raises(FloatingPointError, match="1 step was"):
+        loop.scaler.stats()
+    copies[1].set()
+    loop.step(math.inf)
+    copies[2].set()
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        loop.step(1.0)
+    # Ranks wait for those of the step before, so that all end at the same step.
+    loop.scaler.max_skips = 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        loop.step(math.inf, math.inf)
 
 
 def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
@@ -176,10 +213,11 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
 
 
 def test_a_static_scale() -> None:
-    loop = training(dynamic=False, growth_interval=1)
+    loop = training(dynamic=False, growth_factor=2, growth_interval=1)
+    limited = training(min_scale=8.0, max_scale=8.0, growth_interval=1)
     for value in (1.0, math.inf, 1.0, math.nan):
         loop.step(value)
-        assert loop.scaler.get_scale() == 8.0
+        assert loop.scaler.get_scale() == limited.step(value).scaler.get_scale() == 8.0
     stats = loop.scaler.stats()
     assert (stats.steps, stats.skipped, stats.growths, stats.backoffs) == (4, 2, 0, 0)
     state = loop.scaler.state_dict()
@@ -195,7 +233,7 @@ def test_a_static_scale() -> None:
     assert ours.state_dict() == state
 
 
-ABOVE = "_scale must be above 0 and finite"
+ABOVE, HIGH = "_scale must be above 0 and finite", (math.inf, 1e39, math.nan, 10**400)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +241,7 @@ ABOVE = "_scale must be above 0 and finite"
     [
         ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, "must not be above max_scale, got 2.0"),
         *(({"min_scale": low}, ValueError, f"min{ABOVE}") for low in (0.0, -1.0, 1e-50)),
-        *(
-            ({"max_scale": high}, ValueError, f"max{ABOVE}")
-            for high in (math.inf, 1e39, math.nan, 10**400)
-        ),
+        *(({"max_scale": high}, ValueError, f"max{ABOVE}") for high in HIGH),
         ({"max_scale": "1"}, TypeError, "max_scale must be a Python number or None, got str"),
         ({"min_scale": True}, TypeError, "min_scale must be a Python number or None, got bool"),
         ({"min_scale": 2.0**17}, ValueError, "init_scale must be from min_scale to max_scale"),
@@ -231,7 +266,7 @@ def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool
         GradScaler("cpu", enabled=enabled, **arguments)
 
 
-POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
+POLICY = {"min_scale": 0.25, "max_scale": Fraction(64), "hysteresis": 3}
 
 
 def test_checkpoints_keep_the_policy() -> None:
@@ -286,6 +321,7 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
         ({"hysteresis_refill": "finite_step"}, "hysteresis_refill 'finite_step' there"),
         ({"hysteresis_tracker": 4}, "must be an int of at most 3, got 4"),
         ({"hysteresis_tracker": "2"}, "got '2'"),
+        ({"hysteresis_tracker": -(2**31)}, "got -2147483648"),
         ({"another": 1}, "must be a dict of min_scale, max_scale"),
         (None, "must be a dict of .* got None"),
     ],
@@ -304,6 +340,7 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
     del saved["ampfast"]
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 8.0
+    training(policy=LogMax()).scaler.load_state_dict({**saved, "ampfast": {"norms": [[1.0]]}})
     refilled = training(**POLICY).step(math.inf).scaler
     refilled.load_state_dict(saved)
     assert refilled.state_dict()["ampfast"]["hysteresis_tracker"] == 3

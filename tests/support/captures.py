@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -257,8 +258,24 @@ def _as(kind: type[torch.Tensor], values: Any) -> Any:
 
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture goes on, for all that the scaler asks."""
-    for module in (capture, grad_scaler):
+    for module in (capture, grad_scaler, loss_scale):
         monkeypatch.setattr(module, "is_capturing", lambda: True)
+
+
+def counters_on_gpu(scaler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A scaler's counters claim to be there; returns the events that tell if a copy has come."""
+    made: list[Any] = []
+
+    class Event(threading.Event):
+        query, synchronize = threading.Event.is_set, threading.Event.set
+        record = lambda self: made.append(self)  # noqa: E731
+
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=0, **given: plain(*size, **given))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    scaler._loss_scale.words = scaler._loss_scale.words.as_subclass(OnGpu)
+    return made
 
 
 class Capturing:
