@@ -11,6 +11,7 @@ import torch
 from support.captures import (
     SKIPPABLE,
     Capturing,
+    OnGpu,
     Training,
     assert_no_more_breaks,
     assert_replays_are_eager,
@@ -96,6 +97,18 @@ def test_the_body_is_the_step_alone_and_ends_when_it_raises(
     assert after.item() == 1.0, "outside of the body"
 
 
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_the_host_waits_once_for_all_gpus(bad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Any] = []
+    monkeypatch.setattr(OnGpu, "item", lambda flag: reads.append(flag) or flag.tolist())
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(1))
+    optimizer.step = lambda: "stepped"
+    flags = enumerate(torch.tensor([float(number == bad) for number in range(3)]).unbind())
+    found = {number: flag.as_subclass(OnGpu) if number else flag for number, flag in flags}
+    result = scaler._maybe_opt_step(optimizer, {"found_inf_per_device": found})
+    assert (result, len(reads)) == ("stepped" if bad is None else None, 1)
+
+
 # Refused before anything else
 
 
@@ -161,13 +174,11 @@ def test_refused_before_anything_else(
 
 
 READS = {
-    "get_scale": "a scale that the host reads",
-    "state_dict": "a scale that the host reads",
+    **dict.fromkeys(("get_scale", "state_dict"), "a scale that the host reads"),
+    **dict.fromkeys(("overflow_report", "health"), "a report that the host reads"),
     "stats": "counts that the host reads",
     "history": "a history that the host reads",
     "step_skipped": "a question that the host asks",
-    "overflow_report": "a report that the host reads",
-    "health": "a report that the host reads",
     "check_ranks": "a comparison that the host makes",
 }
 
