@@ -172,18 +172,6 @@ def test_an_update_that_cannot_ride_is_apart(launcher: ReferenceLauncher) -> Non
     assert run.scaler.get_scale() == 2.0
 
 
-def test_a_raising_step_takes_the_update_back() -> None:
-    run = side(GradScaler, "sgd", init_scale=3.0, growth_interval=100)
-    for seed in range(2):
-        run.train(seed)
-    state = run.scaler.state_dict()
-    run.scaler.scale(run.loss(2)).backward()
-    run.optimizer.step = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        together(run)
-    assert_same(run.scaler.state_dict(), state)
-
-
 @pytest.mark.parametrize("clips", [False, True])
 def test_every_dtype_is_a_launch_and_all_share_a_table(launcher: Any, clips: bool) -> None:
     sizes = [(n, dtype) for n in (1, 5000) for dtype in FLOATS]
