@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import assert_same
+from support.comparison import FLOATS, assert_same
+from support.steps import Training
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampfast import GradScaler, LogMax, Percentile, Sigmas, StepGuard, ZScore
+from ampfast import GradScaler, LogMax, Percentile, Sigmas, StepGuard, ZScore, functional
 from ampfast.backends import core, scalars, torch_ops
 from ampfast.backends.core import Update, compiled, state_layout
 from ampfast.loss_scale import Limits, LossScale
@@ -91,14 +92,11 @@ def test_no_op_for_each_parameter(place: str, options: dict[str, Any], kind: str
     assert few == some == many
 
 
-DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
-
-
-@pytest.mark.parametrize("bad", DTYPES)
+@pytest.mark.parametrize("bad", FLOATS)
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_products_that_overflow_are_noticed(place: str, kind: str, bad: torch.dtype) -> None:
     scaler = GradScaler("cpu", backend="aten", init_scale=0.5, allow_fp16=True)
-    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for dtype in (*DTYPES, bad)]
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for dtype in (*FLOATS, bad)]
     empty = torch.nn.Parameter(torch.ones(0))
     scaler.scale(torch.ones(()))
     for value in (1.0, torch.finfo(bad).max / 1.5):
@@ -223,16 +221,21 @@ def test_a_device_without_float64(
     assert scaler.stats().steps == 5
     assert len(scaler.history().step) == 5
     if scaler._track:
-        assert scaler.overflow_report().step == 3
+        report = scaler.overflow_report()
+        assert report.step == 3 and all(o.infinities + o.nans == 1 for o in report.totals)
     if scaler._track == "norms":
         assert all(each.largest > 0 for each in scaler.grad_norms().parameters)
     make().load_state_dict(scaler.state_dict())
     assert copy.deepcopy(scaler).get_scale() == scaler.get_scale()
 
 
-def test_a_tracker_beyond_the_interval_grows(place: str) -> None:
-    for way in ("loaded", "written", "replaced"):
-        scaler = GradScaler("cpu", backend="aten", init_scale=8.0, growth_interval=10)
+def test_a_tracker_beyond_the_interval_grows(place: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
+    scale, tracker = torch.tensor(8.0), torch.tensor(50, dtype=torch.int32)
+    functional.update_scale_(scale, tracker, torch.zeros(()), 2.0, 0.5, 10)
+    assert (scale, tracker) == (16.0, 0)
+    for way, interval in itertools.product(("loaded", "written", "replaced"), (1, 10)):
+        scaler = GradScaler("cpu", backend="aten", init_scale=8.0, growth_interval=interval)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
         for step in range(2):
             scaler.scale(torch.ones(()))
@@ -245,7 +248,17 @@ def test_a_tracker_beyond_the_interval_grows(place: str) -> None:
             elif step == 1:
                 scaler._growth_tracker = torch.tensor(50, dtype=torch.int32)
             scaler.update()
-        assert (scaler.get_scale(), scaler._get_growth_tracker()) == (16.0, 0)
+        assert (scaler.get_scale(), scaler._get_growth_tracker()) == (
+            32.0 if interval == 1 else 16.0,
+            0,
+        )
+
+
+def test_a_norm_one_percent_above_equal_ones_is_a_deviation_above(place: str) -> None:
+    scaler = GradScaler("cpu", backend="aten", skip_above=Sigmas(2.0, 4))
+    training = Training(scaler).step(8.0, 8.0, 8.0, 8.0, 8.1)
+    assert scaler.stats().spikes == 0
+    assert training.step(8.3).scaler.stats().spikes == 1
 
 
 @pytest.mark.parametrize("has", [False, True])
