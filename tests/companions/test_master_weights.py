@@ -494,6 +494,20 @@ def test_a_master_weight_that_was_rounded_warns(names: bool) -> None:
         optimizer.load_state_dict(rounded)
     assert [warning.filename for warning in warned] == [__file__]
     assert optimizer.master_weights[params[1]].dtype is torch.float32
+    assert not optimizer.state, "no entries without state"
+
+
+def test_a_checkpoint_of_parameters_that_are_frozen_here() -> None:
+    saved = through_file(ours_of("adamw-foreach", steps=1).optimizer.state_dict())
+    frozen = small_model(torch.float16).requires_grad_(False)
+    optimizer: Any = OPTIMIZERS["adamw-foreach"](list(frozen.parameters()))
+    held = ampfast.master_weights_(optimizer).state
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**saved, "param_groups": []})
+    assert not optimizer.state_dict()["state"]
+    optimizer.load_state_dict(saved)
+    assert_same(optimizer.state_dict()["state"], saved["state"])
+    assert not held, "the state of before is left alone"
 
 
 def test_hooks_of_checkpoints() -> None:
@@ -513,6 +527,7 @@ def test_hooks_of_checkpoints() -> None:
         seen.append(first in optimizer.state)
         seen.append(torch.equal(optimizer.master_weights[first], master))
 
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
     optimizer.register_state_dict_post_hook(wrapped)
     optimizer.register_load_state_dict_pre_hook(unwrapped)
     optimizer.register_load_state_dict_post_hook(loaded)
@@ -627,7 +642,10 @@ def test_parameters_that_are_trained_later_and_removed(kind: Any) -> None:
     step_by(optimizer, [trained])
     assert list(optimizer.master_weights) == [trained]
     other.grad = torch.ones(3).half()
+    assert list(optimizer.master_weights) == [trained, other]
+    version = other._version
     step_by(optimizer, [trained])
+    assert other._version > version
     assert list(optimizer.state_dict()["state"]) == [0, 2]
     for params in ([trained], [trained, other], [trained]):
         optimizer.param_groups[0]["params"] = params
