@@ -25,14 +25,18 @@ def training_of(policy: LogMax, make: Any = adamw) -> Training:
 @pytest.mark.parametrize("overflowing", [None, 0, 1])
 def test_the_largest_or_an_overflow_of_several_optimizers_counts(overflowing: int | None) -> None:
     policy = LogMax(2.0, 1)
-    sides = training_of(policy), training_of(policy, partial(adamw, fused=True))
+    sgd = partial(torch.optim.SGD, lr=0.1)  # takes sparse gradients, too
+    sides = training_of(policy, sgd), training_of(policy, partial(adamw, fused=True))
     scaler = sides[1].scaler = sides[0].scaler
     model = ScaleModel(8.0, 0, Factors(2.0, 0.5, 7), Limits(policy=policy))
     for turn, norm in enumerate((1.0, 4.0, 2.0**-7, 2.0**9)):
         overflows = turn == 3 and overflowing is not None
         for number, side in enumerate(sides):
             side.backward(math.inf if overflows and number == overflowing else norm / 8**number)
+        if turn == 1:
+            sides[0].param.grad = sides[0].param.grad.to_sparse()
         for side in sides[:: 1 if turn % 2 else -1]:
+            scaler._check_inf_per_device(side.optimizer)  # of gradients as they are
             scaler.step(side.optimizer)
         scaler.update()
         model.update(float(overflows), peak=float32(0.8) * norm)
@@ -49,6 +53,7 @@ def test_another_policys_checkpoint_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"another policy .*LogMax"):
         other.load_state_dict(state)
     assert other.get_scale() == 4.0
+    assert repr(LogMax(2, 1)) == "LogMax(sigmas=2.0, headroom=1.0)", "as the checkpoint has it"
 
 
 @pytest.mark.parametrize(
