@@ -140,13 +140,8 @@ def test_chunks_cover_every_tensor_once(windows: int, offset: int) -> None:
 
 def test_chunks_of_long_lists() -> None:
     # Never touched, so they take no memory.
-    for numel, size in (
-        (2**22, 2**13),
-        (2**23, 2**14),
-        (2**27, 2**16),
-        (2**28, 9 * 2**13),
-        (2**31 + 5, 2**18),
-    ):
+    sizes = {2**22: 2**13, 2**23: 2**14, 2**27: 2**16, 2**28: 9 * 2**13, 2**31 + 5: 2**18}
+    for numel, size in sizes.items():
         tensor = torch.empty(numel)
         found = chunks_of([tensor])
         assert found[1][1] == size
