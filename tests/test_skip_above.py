@@ -169,8 +169,7 @@ def test_what_has_no_limit_to_compare() -> None:
     scaler.update()
     assert not torch.equal(before, param)
     scaler, empty = started(GradScaler, skip_above=1.0), sgd_with(torch.full((1,), INF))
-    scaler.step(empty)
-    scaler.update()
+    scaler.step_and_update(empty)
     empty.zero_grad()
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(empty)

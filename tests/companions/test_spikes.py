@@ -156,7 +156,6 @@ def test_an_infinite_norm_of_finite_gradients_is_a_spike_at_any_time(backend: st
 def test_optimizers_clipped_together_are_skipped_together(
     make: str, in_place: bool, order: float, above: float | None
 ) -> None:
-    """What is bad in one is in the coefficient of the other's gradients."""
     loop, joint = Loop(make, 2, growth_interval=10), []
     for norms, reason in (
         *(((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")),
