@@ -21,6 +21,7 @@ from support.comparison import TorchScaler, started
 from support.gradients import parameter_with, sgd_with
 from support.launchers import ReferenceLauncher
 
+import ampfast
 from ampfast import GradScaler
 
 OptState = torch.amp.grad_scaler.OptState
@@ -195,6 +196,11 @@ def test_refuses_reads_by_the_host(name: str, what: str, monkeypatch: pytest.Mon
         getattr(scaler, name)(*arguments)
     with pytest.raises(RuntimeError, match="cannot capture the creation of the scale,"):
         GradScaler("cpu", backend="aten").scale(torch.ones((), device="meta"))
+    with pytest.raises(RuntimeError, match=r"cannot capture sync_free_, .* call it before"):
+        ampfast.sync_free_(optimizer)
+    optimizer.param_groups[0]["params"] = [parameter_with(torch.ones(1))]
+    with pytest.raises(RuntimeError, match="cannot capture a change of an optimizer's parameters"):
+        scaler.unscale_(optimizer)
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
 
 

@@ -215,11 +215,13 @@ class Legacy(torch.optim.SGD):
 @scenario
 def a_legacy_optimizer(kind: Scaler) -> Any:
     scaler, optimizer = started(kind), Legacy([parameter_with(torch.ones(2))], lr=0.1)
-    result = outcome(lambda: scaler.step(optimizer))
-    [(category, _, filename, _)] = result.warned
-    assert category is FutureWarning and filename == __file__
-    scaler.update()
-    return [result.comparable(), hasattr(optimizer, "grad_scale")]
+    results = []
+    for _ in range(2):
+        results.append(outcome(lambda: scaler.step(optimizer)))
+        [(category, _, filename, _)] = results[-1].warned
+        assert category is FutureWarning and filename == __file__
+        scaler.update()
+    return [[each.comparable() for each in results], hasattr(optimizer, "grad_scale")]
 
 
 @scenario_of([False, True])

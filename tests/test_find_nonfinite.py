@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launchers import ReferenceLauncher
 from support.steps import host_reads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -145,6 +146,17 @@ def shared() -> nn.Module:
     return nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh())
 
 
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, depth: int = 3) -> Any:
+        return self.leaf(x if depth == 0 else self(x, depth - 1))
+
+
 def early() -> nn.Module:
     """Its second forward, in backward, ends before the last module."""
     return net_around(checkpointed(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), False))
@@ -162,6 +174,7 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], list[float], dict[str, Any] | N
         {"module": "300", "passes_ago": 2},
     ),
     "a shared module": (shared, [NAN, 1, 1], PLAIN | {"passes_ago": 2}),
+    "a model that calls itself": (Recursive, [INF, 1], {"module": "leaf", "passes_ago": 1}),
     "a second forward that stops early": (early, [INF, 1, 1, 1], PLAIN | {"passes_ago": 3}),
     "the newest": (lambda: chain(nn.Identity(), lambda x: 1 / x), [0, 1, INF], PLAIN),
     "as long as it is kept": (lambda: chain(nn.Tanh()), [NAN] + [1] * 63, {"passes_ago": 63}),
@@ -225,16 +238,18 @@ def test_the_text() -> None:
     model = net_around(broken())
     with ampfast.find_nonfinite(model) as finder:
         train(model)
-    told = str(finder.report())
-    assert told.startswith("2 (Op): in backward, the gradient of an input became NaN in float32 (g")
+    text = str(finder.report())
+    assert text.startswith("2 (Op): in backward, the gradient of an input became NaN in float32 (g")
     train(model)
-    assert str(finder.report()) == told, "as its hooks are removed"
+    assert str(finder.report()) == text, "as its hooks are removed"
     model = net_around(nn.Tanh())
     finder = ampfast.find_nonfinite(model)
     (model(torch.rand(4, 8)) * 0).sqrt().sum().backward()
     assert str(finder.report()).endswith(
         "(gradients of its outputs not finite either: what no module computes is at fault)"
     )
+    fault = finder.report()
+    assert fault is not None and told(fault, module="3", where="gradient", inputs_finite=False)
 
 
 def test_parts_that_are_called_alone_have_passes_of_their_own() -> None:
@@ -341,7 +356,24 @@ def test_nothing_is_read_on_the_host_until_asked() -> None:
     model, x = net_around(nn.Tanh()), torch.rand(4, 8)
     with ampfast.find_nonfinite(model) as finder:
         assert host_reads(lambda: train(model, x)) == 0
-    assert finder.report() is None
+    train(model, torch.full((4, 8), INF))
+    assert finder.report() is None, "as its hooks are removed"
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def test_tensors_are_read_once_and_not_kept(launcher: ReferenceLauncher) -> None:
+    kept: list[Any] = []
+    block = chain(nn.Linear(8, 8), lambda x: kept.append(weakref.ref(x)) or x.tanh(), nn.Identity())
+    # The input, the outputs of two linear layers and of tanh, and two gradients. Of a second
+    # forward only the gradient of its input.
+    for middle, reads in ((block, 4 + 2), (checkpointed(block, False), 4 + 2 + 1)):
+        model = nn.Sequential(nn.Linear(8, 8), middle)
+        launcher.launches.clear()
+        with ampfast.find_nonfinite(model) as finder:
+            train(model)
+            assert len(launcher.launches) == reads
+            assert not any(each() is not None for each in kept)
+        assert finder.report() is None
 
 
 def test_what_is_no_module_is_refused() -> None:

@@ -38,6 +38,14 @@ def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
             ask(optimizer)
 
 
+def test_a_fused_step_without_gradients_found_nothing() -> None:
+    scaler, optimizer = started(), optimizer_of("fused_adam")
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    assert scaler.found_inf(optimizer).item() == 0
+    assert scaler.skip_reason(optimizer) is None and not scaler.step_skipped(optimizer)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_tells_about_the_last_step(kind: str, explicit: bool) -> None:

@@ -89,6 +89,17 @@ def test_what_was_unscaled_counts_as_scaled(scale: float, way: str) -> None:
         assert after == before, "exact, by a power of two"
 
 
+@pytest.mark.parametrize("scale", [0.0, math.inf])
+def test_scales_beyond_numbers(scale: float) -> None:
+    scaler, optimizer = started(), optimizer_of([torch.tensor([2.0, -16.0])])
+    scaler.update(scale)
+    [row] = scaler.health(optimizer).parameters
+    assert (row.scale, row.scaled_maximum, row.scaled_minimum) == (scale, 16.0, 2.0)
+    assert_same(row.absolute_maximum, 0.0 if scale else math.nan)
+    unknown = optimizer_of([torch.ones(3).as_subclass(type("Own", (torch.Tensor,), {}))])
+    assert scaler.health(unknown).parameters == ()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_irregular_gradients() -> None:
     sparse = torch.nn.Parameter(torch.zeros(4, 2))

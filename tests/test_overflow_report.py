@@ -148,6 +148,7 @@ def test_the_loss_is_named_where_all_parameters_overflow(scaler: GradScaler) -> 
     assert line.startswith(f"{told} was not finite, or the loss times the scale was not.")
     assert OverflowReport.of_all([report, report]).is_everywhere
     assert not OverflowReport.of_all([report, NONE]).is_everywhere
+    assert not report_of(scaler, sgd(parameters(INF))).is_everywhere, "one alone"
     # A frozen one with a gradient left, in the place of one that is finite.
     frozen, *others = parameters(INF, INF, 1.0)
     frozen.requires_grad_(False)
@@ -296,3 +297,8 @@ def test_the_last_name_counts() -> None:
     ):
         scaler.name_parameters(given)
         assert names(scaler.overflow_report()) == expected
+    model[0].bias = torch.nn.Parameter(torch.zeros(4))  # has the name of the one that it replaces
+    model[0].bias.grad = torch.full((4,), INF)
+    replaced = sgd([model[0].bias])
+    scaler.update()
+    assert names(report_of(scaler, replaced)) == ["0.bias"]

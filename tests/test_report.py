@@ -41,6 +41,15 @@ def history(norms: bool = True, predicted: float = math.nan) -> History:
     )
 
 
+@pytest.mark.parametrize(("enabled", "scale"), [(True, 4.0), (False, 1.0)])
+def test_before_anything_happened(enabled: bool, scale: float) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    assert scaler.stats() == ScalerStats(0, 0, 0, 0, 0, scale, 0)
+    assert report.figures(scaler)["log2_scale"] == math.log2(scale)
+    with pytest.warns(UserWarning, match="The scale is 0"):
+        assert "log2_scale" not in report.figures(GradScaler("cpu", init_scale=0.0))
+
+
 def test_log() -> None:
     writer = Writer()
     report.log(writer, 7, STATS)

@@ -44,6 +44,13 @@ class PropertyOfOptimizer(torch.optim.Optimizer):
     step = Wrapper.step  # type: ignore[assignment]
 
 
+class SlottedProperty:
+    __slots__ = ("found_inf", "grad_scale", "inner")
+    __init__, step = Wrapper.__init__, Wrapper.step
+    param_groups = property(lambda self: self.inner.param_groups)
+    _step_supports_amp_scaling = PropertyOfOptimizer._step_supports_amp_scaling
+
+
 class Copying(Wrapper):
     """Has the attributes of the other one, as Lightning's wrapper once did."""
 
@@ -83,7 +90,7 @@ def bound(inner: Any) -> Any:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
+    *(Delegating, Slotted, SlottedProperty, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
     *(CopyingBeside, copying_beside_dict),
 ]
 
@@ -118,6 +125,10 @@ class OfClass(torch.optim.Optimizer):
                     param -= 0.125 * param.grad / (self.grad_scale or 1)
 
 
+class OfProperty(OfClass):
+    _step_supports_amp_scaling = property(lambda self: True)  # type: ignore[assignment]
+
+
 class Subclass(torch.optim.SGD):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, fused=True)
@@ -128,7 +139,7 @@ def itself(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 DIVIDING: list[Callable[[Any], Any]] = [
-    *(itself, Subclass, Forwarding, OfClass, ampfast.master_weights_)
+    *(itself, Subclass, Forwarding, OfClass, OfProperty, ampfast.master_weights_)
 ]
 
 

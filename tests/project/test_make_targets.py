@@ -73,15 +73,6 @@ def starting(lines: list[str], start: str) -> str:
 
 
 @takes_seconds
-def test_mutants(make: Make) -> None:
-    code, lines = make(
-        "mutants", "ARGS=ampfast/report.py --only __len__ --tests tests/test_report.py"
-    )
-    assert starting(lines, "1 changes, 1 noticed, 0 explained, 0 not explained")
-    assert code == 0
-
-
-@takes_seconds
 def test_bench(make: Make, tree: Path) -> None:
     code, lines = make("bench", "ARGS=--quick --only host")
     assert starting(lines, "the report is ") == "the report is build/bench/report.html"
