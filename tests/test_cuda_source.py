@@ -17,10 +17,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "multi_tensor.c
 REGISTERS = 64
 READ_AHEAD = 4
 SM = "90"
-pytestmark = [
-    pytest.mark.sweep,
-    pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH"),
-]
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")]
 is_documented = pytest.mark.skipif(
     NVCC is None
     or "release 13.0"

@@ -192,11 +192,7 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], list[float], dict[str, Any] | N
             STRUCTURED,
         )
         for number, structure in enumerate(
-            (
-                Outputs,
-                lambda x: Batch(x=x),
-                lambda x: [Outputs({"x": UserDict(x=x)})],
-            )
+            (Outputs, lambda x: Batch(x=x), lambda x: [Outputs({"x": UserDict(x=x)})])
         )
     },
     "a structure that holds itself": (lambda: chain(holds_itself), [1], None),

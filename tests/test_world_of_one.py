@@ -149,8 +149,7 @@ class Own(GradScaler):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "sends"),
-    [(Own, "plain", 0.0), *((GradScaler, kind, -1.0) for kind in KINDS)],
+    ("make", "kind", "sends"), [(Own, "plain", 0.0), *((GradScaler, kind, -1.0) for kind in KINDS)]
 )
 def test_a_rank_without_gradients_takes_the_others_flag(
     make: type[GradScaler], kind: str, sends: float

@@ -248,8 +248,7 @@ SECOND: list[tuple[tuple[str, ...], torch.Tensor, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "second", "group", "text"),
-    [(kind, *row) for kinds, *row in SECOND for kind in kinds],
+    ("kind", "second", "group", "text"), [(kind, *row) for kinds, *row in SECOND for kind in kinds]
 )
 def test_parameters_and_groups(
     kind: str, second: torch.Tensor, group: dict[str, Any], text: str

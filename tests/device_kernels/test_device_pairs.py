@@ -6,14 +6,7 @@ import math
 
 import pytest
 import torch
-from device_parity import (
-    KERNELS,
-    assert_same_memory,
-    every_16_bit_value,
-    guarded,
-    normal,
-    offsets,
-)
+from device_parity import KERNELS, assert_same_memory, every_16_bit_value, guarded, normal, offsets
 from support.comparison import assert_same
 from support.kernels import (
     exact_bits,

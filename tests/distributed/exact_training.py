@@ -24,11 +24,7 @@ STEPS = 20
 # So that the scale also grows between overflows.
 SETTINGS: dict[str, Any] = {"device": "cpu", "init_scale": 2.0**6, "growth_interval": 7}
 # Ranks that overflow, by step; some twice in a row.
-OVERFLOWS: Mapping[int, tuple[int, ...]] = {
-    0: (0,),
-    11: (1,),
-    12: (0, 1, 2, 3),
-}
+OVERFLOWS: Mapping[int, tuple[int, ...]] = {0: (0,), 11: (1,), 12: (0, 1, 2, 3)}
 
 SCALERS: dict[str, Any] = {"ours": GradScaler, "torch": TorchScaler}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -75,8 +75,7 @@ def overflowing_sum(way: str, scale: float) -> tuple[bool, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "scale"),
-    [("step", 1.0), ("step", 2.0), ("step", 8.0), ("clip", 1.0), ("norms", 1.0)],
+    ("way", "scale"), [("step", 1.0), ("step", 2.0), ("step", 8.0), ("clip", 1.0), ("norms", 1.0)]
 )
 def test_sums_that_overflow(way: str, scale: float) -> None:
     skips = scale < 4

@@ -152,10 +152,7 @@ def expected(kind: str, scaler: str, policy: tuple[tuple[str, Any], ...]) -> lis
 
 
 def go_on(
-    form: Form,
-    folder: Path,
-    legs: Sequence[tuple[int, str]],
-    cuts: Sequence[int] = CUTS,
+    form: Form, folder: Path, legs: Sequence[tuple[int, str]], cuts: Sequence[int] = CUTS
 ) -> None:
     """Resumes on each number of ranks with its scaler, one after another."""
     reference = expected(form.kind, "ours" if form.policy else "torch", (*form.policy.items(),))

@@ -23,10 +23,7 @@ def fails(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "error", "details"),
-    [
-        ("raises", "LookupError: nothing here", "in fails"),
-        ("dies", "exit code 7", "goodbye"),
-    ],
+    [("raises", "LookupError: nothing here", "in fails"), ("dies", "exit code 7", "goodbye")],
 )
 def test_a_rank_that_fails_tells_how(how: str, error: str, details: str) -> None:
     first, second = ranks.attempt(fails, how)

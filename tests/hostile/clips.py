@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support.comparison import FLOATS, started
-from support.models import (
-    clip_by_hand,
-    coefficient_of,
-    exact_norm,
-    inverse_of,
-    ulps,
-    unscaled,
-)
+from support.models import clip_by_hand, coefficient_of, exact_norm, inverse_of, ulps, unscaled
 from tally import Tally, main
 
 from ampfast import GradScaler

@@ -101,10 +101,7 @@ def test_commands_side_by_side_and_the_seconds_left(
     a, b = tmp_path / "a", tmp_path / "b"
     both = [python(WAITS_FOR_THE_OTHER, a, b), python(WAITS_FOR_THE_OTHER, b, a)]
     asks = [python("import sys; print(sys.argv[1])", runner.LEFT)]
-    parts = [
-        runner.Part("two", both, 300, at_once=2),
-        runner.Part("asks", asks, 900, shown=True),
-    ]
+    parts = [runner.Part("two", both, 300, at_once=2), runner.Part("asks", asks, 900, shown=True)]
     assert run(runner, tmp_path, *parts, seconds=400)[0] == 0
     left = parts[1].lines[0]
     assert 200 < int(left) <= 400 - runner.MARGIN_SECONDS

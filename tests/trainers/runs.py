@@ -53,10 +53,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Yields `STEPS` batches: data of shape (5, 8) and its classes below 3."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(STEPS):
-        yield (
-            torch.randn(5, 8, generator=generator),
-            torch.randint(3, (5,), generator=generator),
-        )
+        yield (torch.randn(5, 8, generator=generator), torch.randint(3, (5,), generator=generator))
 
 
 def loader(batches: Iterable[tuple[Tensor, Tensor]]) -> DataLoader:

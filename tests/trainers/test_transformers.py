@@ -15,18 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (
-    CASES,
-    PLANTED,
-    SETTINGS,
-    STEPS,
-    Case,
-    Net,
-    Part,
-    assert_same_run,
-    batches,
-    planted,
-)
+from runs import CASES, PLANTED, SETTINGS, STEPS, Case, Net, Part, assert_same_run, batches, planted
 from support.comparison import TorchScaler, assert_same
 from torch import Tensor, nn
 
