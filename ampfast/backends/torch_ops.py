@@ -281,6 +281,7 @@ def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) ->
         elif group.is_usual and factor is not None:
             # It multiplies 16-bit values in float32.
             _check_and_unscale_(group.tensors, flag, coefficient.float())
+            torch.autograd.graph.increment_version(group.tensors)  # which torch's op leaves
         else:
             for grad in group.tensors:
                 grad.copy_(_product(grad, coefficient))
