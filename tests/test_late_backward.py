@@ -141,6 +141,7 @@ def test_programs_warn_once_or_of_nothing(name: str, fused: bool, scaler: type[A
 
 def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
     model = Model(GradScaler("cpu"))
+    assert model.scaler.scale(model.loss())._backward_hooks is None, "of an ordinary loss"
     for call in (BACK, UNSCALE, BACK):
         call(model)
     with warnings.catch_warnings():

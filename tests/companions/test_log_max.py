@@ -43,6 +43,15 @@ def test_the_largest_or_an_overflow_of_several_optimizers_counts(overflowing: in
         assert scaler.get_scale() == model.scale
 
 
+def test_an_optimizers_own_grad_scale_is_not_observed() -> None:
+    training = training_of(LogMax(2.0, 1), partial(adamw, fused=True)).step(1.0)
+    before = training.scaler.state_dict()["ampfast"]
+    training.backward(2.0**9)
+    training.optimizer.grad_scale = torch.tensor(0.25)
+    training.scaler.step_and_update(training.optimizer)
+    assert training.scaler.state_dict()["ampfast"] == before
+
+
 # What is kept
 
 
