@@ -214,6 +214,8 @@ def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
 class Training:
     """Parameters of two zeros, an optimizer for each, their scaler, and gradients of given norms.
 
+    A first loss is scaled.
+
     Attributes:
         way: How `take_step` ends an iteration.
     """
