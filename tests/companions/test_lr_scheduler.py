@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.captures import pretend_capture
 from support.comparison import TorchScaler, assert_same, outcome
 from support.optimizers import OPTIMIZERS
 from support.steps import Side, side, small_model, through_file
 from torch.optim import lr_scheduler as lr
 from torch.optim import swa_utils
 
-from ampfast import GradScaler, LateScheduler, capture
+from ampfast import GradScaler, LateScheduler
 
 INF = float("inf")
 # The first step and two in a row are skipped, the last one runs.
@@ -198,7 +199,7 @@ def test_a_step_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     one.train(1)
     scheduler.step()
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "is_capturing", lambda: True)
+        pretend_capture(patch)
         with pytest.raises(RuntimeError, match="call it after the replay"):
             scheduler.step()
     scheduler._optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)

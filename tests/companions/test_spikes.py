@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from support.captures import pretend_capture
 from support.comparison import assert_same
 from support.models import SPIKE, Rule, random_norms
 from support.steps import Training, adamw, take_step
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, capture
+from ampfast import Sigmas
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "aten"])
 WINDOW = 4
@@ -409,7 +410,7 @@ def test_a_clip_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
         assert loop.norms() == before
         assert loop.param.grad.norm().item() == pytest.approx(8.0)
     assert loop.clipped(50.0, Sigmas(2.0, WINDOW)) == "spike"
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    pretend_capture(monkeypatch)
     with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
         Loop().clip(1.0, Sigmas())
     with pytest.raises(RuntimeError, match="a question that the host asks"):
