@@ -68,9 +68,9 @@ def eights() -> torch.Tensor:
 
 def late(scaler: GradScaler) -> Any:
     """Optimizer whose gradient came after the check."""
-    optimizer = of(group(None, None))
+    optimizer = of(group(None), group(None))
     scaler.unscale_(optimizer)
-    optimizer.param_groups[0]["params"] += [parameter_with(torch.ones(9))]
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(9)
     return optimizer
 
 

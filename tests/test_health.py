@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import comparison
 from support.comparison import FLOATS, assert_same
 from support.gradients import parameter_with
 from support.models import edges_of_half, random_list, range_of
@@ -16,9 +17,7 @@ from ampfast.health import GradientHealth, ParameterHealth
 
 
 def started(scale: float = 4.0, **arguments: Any) -> GradScaler:
-    scaler = GradScaler("cpu", init_scale=scale, allow_fp16=True, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
+    return comparison.started(GradScaler, scale, allow_fp16=True, **arguments)
 
 
 def optimizer_of(*groups: list[torch.Tensor], **arguments: Any) -> Any:
@@ -89,17 +88,6 @@ def test_what_was_unscaled_counts_as_scaled(scale: float, way: str) -> None:
         assert after == before, "exact, by a power of two"
 
 
-@pytest.mark.parametrize("scale", [0.0, math.inf])
-def test_scales_beyond_numbers(scale: float) -> None:
-    scaler, optimizer = started(), optimizer_of([torch.tensor([2.0, -16.0])])
-    scaler.update(scale)
-    [row] = scaler.health(optimizer).parameters
-    assert (row.scale, row.scaled_maximum, row.scaled_minimum) == (scale, 16.0, 2.0)
-    assert_same(row.absolute_maximum, 0.0 if scale else math.nan)
-    unknown = optimizer_of([torch.ones(3).as_subclass(type("Own", (torch.Tensor,), {}))])
-    assert scaler.health(unknown).parameters == ()
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_irregular_gradients() -> None:
     sparse = torch.nn.Parameter(torch.zeros(4, 2))
@@ -132,6 +120,8 @@ def test_stages_and_names() -> None:
     scaler.scale(torch.ones(()))
     scaler.name_parameters([("weight", optimizer.param_groups[0]["params"][0])])
     assert [row.name for row in scaler.health(optimizer).parameters] == ["weight"]
+    scaler.update(0.0)
+    assert math.isnan(scaler.health(optimizer).parameters[0].absolute_maximum)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"health\(\) is being called after step"):
         scaler.health(optimizer)
@@ -161,4 +151,4 @@ def test_table_is_worst_first() -> None:
     assert len({len(line) for line in lines}) == 1
     many = str(GradientHealth(tuple(row(f"layer {i}", 1.0, 2.0) for i in range(100))))
     assert many.endswith("... and 60 more")
-    assert str(GradientHealth(())) == "No gradients."
+    assert str(started().health(optimizer_of([]))) == "No gradients."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,8 +51,8 @@ class Model:
 Program = Callable[[Model], object]
 
 
-def backward_of_a_generator(model: Model) -> None:
-    sum(model.scaler.scale(model.loss() for _ in range(2))).backward()
+def backward_of(model: Model, kind: Callable[..., Any]) -> None:
+    sum(model.scaler.scale(kind(model.loss() for _ in range(2)))).backward()
 
 
 def closure(model: Model, clears: bool = False, evaluates: bool = False) -> None:
@@ -109,7 +110,8 @@ PROGRAMS: dict[str, tuple[list[Program], bool]] = {
     "cleared": ([BACK, UNSCALE, CLEAR, BACK, END], True),
     "accumulated": ([BACK, UNSCALE, BACK, END], True),
     "clipped": ([BACK, CLIP, CLEAR, BACK, END], True),
-    "generator": ([BACK, UNSCALE, backward_of_a_generator, END], True),
+    "list": ([BACK, UNSCALE, partial(backward_of, kind=list), END], True),
+    "iterator": ([BACK, UNSCALE, partial(backward_of, kind=iter), END], True),
     "closure": ([closure], True),
     "closure that clears": ([lambda model: closure(model, clears=True)], True),
     "L-BFGS": ([of_lbfgs], True),

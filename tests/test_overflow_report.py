@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import comparison
+from support.captures import pretend_capture
 from support.gradients import parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -148,12 +149,12 @@ def test_the_loss_is_named_where_all_parameters_overflow(scaler: GradScaler) -> 
     assert line.startswith(f"{told} was not finite, or the loss times the scale was not.")
     assert OverflowReport.of_all([report, report]).is_everywhere
     assert not OverflowReport.of_all([report, NONE]).is_everywhere
-    assert not report_of(scaler, sgd(parameters(INF))).is_everywhere, "one alone"
     # A frozen one with a gradient left, in the place of one that is finite.
     frozen, *others = parameters(INF, INF, 1.0)
     frozen.requires_grad_(False)
     report = report_of(scaler, sgd([frozen, *others]))
     assert kinds(report) == [(0, "inf"), (1, "inf")] and not report.is_everywhere
+    assert not report_of(scaler, sgd(parameters(INF))).is_everywhere
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten", "launched"])
@@ -221,7 +222,7 @@ def test_a_disabled_scaler_clips(track: str) -> None:
     assert scaler.overflow_report().step is None
 
 
-def test_parameters_that_are_added_and_removed() -> None:
+def test_parameters_that_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler, params = started(), parameters(INF, 1.0)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": params}], step=lambda: None)
     report_of(scaler, optimizer)
@@ -240,6 +241,10 @@ def test_parameters_that_are_added_and_removed() -> None:
     params[:] = [*parameters(1.0), bad, *params]
     scaler.name_parameters([("bad", bad)])
     assert [(p.name, p.index) for p in report_of(scaler, optimizer).totals] == [("bad", 1)]
+    pretend_capture(monkeypatch)
+    params += parameters(1.0)
+    with pytest.raises(RuntimeError, match="cannot capture a change of an optimizer's parameters"):
+        scaler.unscale_(optimizer)
 
 
 def test_names_that_do_not_match_the_optimizer() -> None:
@@ -297,8 +302,6 @@ def test_the_last_name_counts() -> None:
     ):
         scaler.name_parameters(given)
         assert names(scaler.overflow_report()) == expected
-    model[0].bias = torch.nn.Parameter(torch.zeros(4))  # has the name of the one that it replaces
-    model[0].bias.grad = torch.full((4,), INF)
-    replaced = sgd([model[0].bias])
     scaler.update()
-    assert names(report_of(scaler, replaced)) == ["0.bias"]
+    model[0].bias = optimizer.param_groups[0]["params"][1] = parameter_with(torch.full((4,), INF))
+    assert names(report_of(scaler, optimizer)) == ["0.weight", "0.bias"]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.captures import pretend_capture
+from support.comparison import FLOATS
 
 import ampfast
 
@@ -42,13 +44,6 @@ class PropertyOfOptimizer(torch.optim.Optimizer):
         self.inner = inner
 
     step = Wrapper.step  # type: ignore[assignment]
-
-
-class SlottedProperty:
-    __slots__ = ("found_inf", "grad_scale", "inner")
-    __init__, step = Wrapper.__init__, Wrapper.step
-    param_groups = property(lambda self: self.inner.param_groups)
-    _step_supports_amp_scaling = PropertyOfOptimizer._step_supports_amp_scaling
 
 
 class Copying(Wrapper):
@@ -90,7 +85,7 @@ def bound(inner: Any) -> Any:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, SlottedProperty, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
+    *(Delegating, Slotted, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
     *(CopyingBeside, copying_beside_dict),
 ]
 
@@ -207,10 +202,8 @@ def test_what_an_optimizer_says_later_counts() -> None:
 # Trials of torch's fused kernels, and what is done where one fails
 
 KERNELS: dict[Any, str] = {
-    torch.optim.Adagrad: "_fused_adagrad_",
-    torch.optim.Adam: "_fused_adam_",
-    torch.optim.AdamW: "_fused_adamw_",
-    torch.optim.SGD: "_fused_sgd_",
+    kind: f"_fused_{kind.__name__.lower()}_"
+    for kind in (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 }
 EACH_KIND = pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
 
@@ -229,12 +222,6 @@ FAULTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 def ones() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(64))
-
-
-@EACH_KIND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_torchs_kernels_are_right_on_a_cpu(kind: Any, dtype: torch.dtype) -> None:
-    ampfast.sync_free_(kind([torch.nn.Parameter(torch.ones(64, dtype=dtype))]))
 
 
 @EACH_KIND
@@ -279,17 +266,38 @@ def test_a_wrong_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = caught
     assert f"fused Adam {words}, for torch.float64 on cpu" in str(warning.message)
     assert warning.filename == __file__
+    param.grad = torch.full_like(param, torch.inf)
+    pretend_capture(monkeypatch)
+    scaler.step(torch.optim.Adam([param], fused=True))
+    assert param.isnan().all(), "without a trial, which cannot be captured, it is taken for right"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kernels_as_of_a_gpu_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They round beta2 to float32; of master weights that is the only dtype that counts."""
+
+    def rounding(params: Any, *args: Any, beta2: float, **kwargs: Any) -> None:
+        if params[0].dtype is torch.float32:
+            operator(params, *args, beta2=float(torch.tensor(beta2)), **kwargs)
+
+    operator, param = torch._fused_adam_, torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    monkeypatch.setattr(torch, "_fused_adam_", rounding)
+    optimizer: Any = ampfast.master_weights_(torch.optim.Adam([param], fused=True))
+    optimizer.step = lambda: optimizer.found_inf
+    scaler = ampfast.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer) == 0, "only one that divides in its step is given it"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @EACH_KIND
-def test_a_16_bit_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -> None:
+def test_an_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -> None:
     """torch 2.13's fused SGD leaves 16-bit parameters on a CPU where they are."""
     param = torch.nn.Parameter(torch.ones(40, dtype=dtype))
     try:
         optimizer = ampfast.sync_free_(kind([param], lr=0.5))
     except ValueError as error:
         assert f"torch's fused {kind.__name__} computes other values" in str(error)
+        assert dtype.itemsize == 2
         optimizer = kind([param], lr=0.5)
     param.grad = torch.ones_like(param)
     optimizer.step()
