@@ -12,7 +12,6 @@
 namespace {
 
 using ampfast::Dtype;
-using ampfast::cpu::Counts;
 using ampfast::cpu::Loops;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -95,12 +94,10 @@ std::vector<std::vector<char>> blocks(const Format& format) {
 }
 
 void print(const Format& format, const Loops& loops, const std::string& set) {
-  Digest peaks, products, norms, counts, wide, narrow;
+  Digest peaks, products, norms, wide, narrow;
   for (const std::vector<char>& data : blocks(format)) {
     const auto numel = static_cast<int64_t>(data.size() / format.size);
     peaks.add(loops.peak_bits(data.data(), numel));
-    const Counts found = loops.counts(data.data(), numel);
-    counts.add(&found, 1);
     for (const float factor : kFactors) {
       int64_t peak = 0;
       norms.add(canonical(loops.squares(data.data(), numel, factor, &peak)));
@@ -126,9 +123,11 @@ void print(const Format& format, const Loops& loops, const std::string& set) {
       }
     }
   }
-  const std::pair<const char*, const Digest*> all[] = {
-      {"peak_bits", &peaks}, {"unscale", &products}, {"squares", &norms},
-      {"counts", &counts},   {"widen", &wide},       {"narrow", &narrow}};
+  const std::pair<const char*, const Digest*> all[] = {{"peak_bits", &peaks},
+                                                       {"unscale", &products},
+                                                       {"squares", &norms},
+                                                       {"widen", &wide},
+                                                       {"narrow", &narrow}};
   for (const auto& [name, digest] : all) {
     std::printf("%s %s %s %016llx\n", set.c_str(), format.name, name,
                 static_cast<unsigned long long>(digest->state()));
