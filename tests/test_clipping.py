@@ -117,6 +117,7 @@ def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.full((4,), value, dtype=dtype), torch.full((3, 4), value, dtype=dtype)[:, ::2]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch's fused SGD computes other values")
 @pytest.mark.parametrize("scale", [2.0, 1e-30, INF])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e308, INF])

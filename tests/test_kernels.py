@@ -231,6 +231,7 @@ def magnitudes(dtype: torch.dtype) -> list[torch.Tensor]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flushes", [False, True])
 @pytest.mark.parametrize("inverse", [1.0, 1 / 3, 2.0**-16, -(2.0**40)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -124,6 +124,7 @@ RULES: dict[str, Limits] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_updates_are_those_of_the_core(
@@ -190,6 +191,7 @@ SCALERS: dict[str, Callable[[], GradScaler]] = {
 LIMITS = 1.0, Percentile(50, 4), ZScore(2.0, warmup=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS)
 @pytest.mark.parametrize(
     ("clips", "limit"),
