@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.captures import pretend_capture
 from support.comparison import assert_same, outcome
 from support.gradients import make_gradient, parameter_with
 from support.launchers import ReferenceLauncher
@@ -201,8 +202,7 @@ def test_an_error_of_a_launch_is_raised_but_in_captures(launcher: Any, monkeypat
     monkeypatch.setattr(launcher, "multi_tensor", failing)
     with pytest.raises(RuntimeError, match="cannot capture"):
         functional.clip_grad_norm_(pair(), 1.0)
-    for name in ("is_initialized", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    pretend_capture(monkeypatch)
     ours, theirs = both(lambda side, params: side.clip_grad_norm_(params, 1.0))
     assert_same([ours[0].value, ours[1]], [theirs[0].value, theirs[1]])
 

@@ -157,7 +157,7 @@ def test_an_infinite_norm_of_finite_gradients_is_a_spike_at_any_time(backend: st
 def test_optimizers_clipped_together_are_skipped_together(
     make: str, in_place: bool, order: float, above: float | None
 ) -> None:
-    loop, joint = Loop(make, 2, growth_interval=10), []
+    loop, joint = Loop(make, 2, growth_interval=1), []
     for norms, reason in (
         *(((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")),
         *(((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)),
@@ -169,8 +169,12 @@ def test_optimizers_clipped_together_are_skipped_together(
         assert norm.item() == pytest.approx(joint[-1], nan_ok=True)
         flags = [loop.scaler._found_inf_per_device(each) for each in loop.optimizers]
         assert len({flag.data_ptr() for each in flags for flag in each.values()}) == 2
-        assert loop.finish() == [reason if above or reason == "overflow" else None] * 2
-    assert (loop.scaler.stats().spikes, loop.scaler.get_scale()) == (2 if above else 0, 2.0)
+        reasons = [reason if above or reason == "overflow" else None] * 2
+        skipped = [loop.scaler.step_skipped(each) for each in loop.optimizers]
+        assert skipped == [each is not None for each in reasons]
+        assert loop.finish() == reasons
+    grown = (2, 8.0) if above else (0, 32.0)
+    assert (loop.scaler.stats().spikes, loop.scaler.get_scale()) == grown
     assert loop.scaler.history().grad_norm.tolist() == pytest.approx(joint, nan_ok=True)
 
 
@@ -347,8 +351,7 @@ def test_captured_clips_go_on_with_the_norms_of_their_place(monkeypatch: Any) ->
 
     def captured(norm: float) -> str | None:
         with monkeypatch.context() as patched:
-            for name in ("is_initialized", "is_current_stream_capturing"):
-                patched.setattr(torch.cuda, name, lambda: True)
+            pretend_capture(patched)
             loop.clip(norm, limit, which=1)
         return loop.finish(1)[0]
 

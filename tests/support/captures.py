@@ -18,16 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampfast import (
-    GradScaler,
-    backends,
-    capture,
-    grad_scaler,
-    gradients,
-    loss_scale,
-    optimizers,
-    spikes,
-)
+from ampfast import GradScaler, backends, capture, grad_scaler, gradients, loss_scale, spikes
 from ampfast.backends.gpu import DeviceKernels
 from support.comparison import TorchScaler, assert_same
 
@@ -266,9 +257,9 @@ def _as(kind: type[torch.Tensor], values: Any) -> Any:
 
 
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture goes on, for all that the scaler asks."""
-    for module in (capture, grad_scaler, loss_scale, optimizers):
-        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    """torch says that the current stream is captured."""
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
 
 
 def counters_on_gpu(scaler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
