@@ -18,7 +18,6 @@ from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.norm_limits import Percentile, ZScore
 from ampfast.patch import Patch, patch, unpatch
-from ampfast.policies import LogMax
 from ampfast.spikes import Sigmas
 from ampfast.step_guard import StepGuard
 from ampfast.sync_free import sync_free_
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GradScaler",
     "LateScheduler",
-    "LogMax",
     "MasterWeights",
     "Patch",
     "Percentile",

@@ -99,7 +99,7 @@ class Diagnostics(Passes):
         return self._loss_scale.stats(scale, tracker)
 
     def history(self) -> History:
-        """Returns the last 1,024 steps, with one host sync, or two with `LogMax`."""
+        """Returns the last 1,024 steps with one host sync."""
         refuse_capture("a history that the host reads", "read it after the replay")
         return self._loss_scale.history()
 

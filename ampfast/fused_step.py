@@ -79,9 +79,8 @@ class FusedSteps(Passes):
         else:
             grad_scale, is_new = self._checked_by_scale(optimizer, turn, scale), True
         if not is_new and deferred is None and isinstance(grad_scale, Tensor):
-            # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
-            flags = self._pass(optimizer, None, work, scale, observes=False)
+            flags = self._pass(optimizer, None, work, scale)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for a caller may hold its own.
                 for device, flag in turn["found_inf_per_device"].items():

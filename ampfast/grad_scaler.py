@@ -39,7 +39,6 @@ from ampfast.optimizers import (
     explain,
     no_inf_checks,
 )
-from ampfast.policies import LogMax
 from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.turn import (
     NO_TURN,
@@ -123,7 +122,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         track: "overflow" for a record of each parameter's overflows, for `overflow_report`;
             "modules" for that and, of the model of `name_parameters`, what `find_nonfinite` finds;
             "norms" for overflows and each parameter's norms, for `grad_norms`; or None.
-        policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
         skip_above: Norm above which a step is skipped, as the attribute of this name.
         max_skips: Number of steps skipped in a row at which training ends, as the attribute of this
             name.
@@ -159,7 +157,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         dynamic: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
-        policy: LogMax | None = None,
         skip_above: float | Sigmas | None = None,
         max_skips: int | None = None,
     ) -> None:
@@ -173,13 +170,13 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         for name, value in named.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-        rules = Limits(min_scale, max_scale, hysteresis, hysteresis_refill, policy)
+        rules = Limits(min_scale, max_scale, hysteresis, hysteresis_refill)
         loss_scale = LossScale(rules, on_min_scale)
         rules.require_within(init_scale)
         if not dynamic and not rules.is_torchs:
             raise ValueError(
-                "a scale with dynamic=False never changes: it takes no min_scale, max_scale, "
-                "hysteresis or policy"
+                "a scale with dynamic=False never changes: it takes no min_scale, max_scale "
+                "or hysteresis"
             )
         skip_limit_of(skip_above)
         self.max_skips = max_skips
@@ -603,7 +600,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         return scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's; with a policy, `dynamic=False` or norms of steps one more, "ampfast"."""
+        """Returns torch's; with limits, `dynamic=False` or norms of steps one more, "ampfast"."""
         state = super().state_dict()
         loss_scale, norms = self._loss_scale, self._spike_rules.accepted_norms()
         histories, is_torchs = self._norm_histories.saved(), self._loss_scale.limits.is_torchs
@@ -621,18 +618,18 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
 
         Raises:
             RuntimeError: If the checkpoint is of a disabled scaler.
-            ValueError: If it is of a scaler with other limits, hysteresis or policy, its entry
-                "ampfast" is damaged, its scale is not the 1 that this one's always is, or only
-                one of the two is static. Nothing is loaded then. As with torch, a scaler without
-                limits, hysteresis and policy becomes static, with a warning where the checkpoint is
-                of one with `dynamic=False`.
+            ValueError: If it is of a scaler with other limits or hysteresis, its entry "ampfast" is
+                damaged, its scale is not the 1 that this one's always is, or only one of the two is
+                static. Nothing is loaded then. As with torch, a scaler without limits and
+                hysteresis becomes static, with a warning where the checkpoint is of one with
+                `dynamic=False`.
         """
         if not self._enabled or len(state_dict) == 0:
             super().load_state_dict(state_dict)  # which does nothing, or raises
             return
         if not self._dynamic:
             require_static(state_dict, is_guard=self._is_guard)
-        loaded = self._loss_scale.require_loadable(state_dict)
+        tolerated = self._loss_scale.require_loadable(state_dict)
         entry = entry_of(state_dict)
         norms = require_accepted_norms(entry.get("norms", []))
         histories = require_histories(entry.get("limits", []))
@@ -646,7 +643,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         super().load_state_dict(state_dict)
         self._spike_rules.load(norms)
         self._norm_histories.load(histories)
-        self._loss_scale.load(*loaded)
+        self._loss_scale.load(tolerated)
         self._loss_scale.reset_minimum()
         self._loss_scale.reset_skips()
         if self._skip_limit is not None:
@@ -697,7 +694,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             TorchGradScaler._check_inf_per_device(self, optimizer)
             return self._agree_beside_hooks(optimizer)
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale, observes=False)
+        flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale)
         self._turn(optimizer)["found_inf_per_device"] = flags
         return flags
 
@@ -762,7 +759,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         super().update(new_scale)
         if before is not None and tracker is not None and flags:
             given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
-            self._loss_scale.update_(*given, self._kernels, follows=False)
+            self._loss_scale.update_(*given, self._kernels)
         self._loss_scale.reset_minimum()
 
     def _end_iteration(self, *, was_set: bool = False) -> None:
@@ -770,8 +767,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
         loss_scale.norms = {}
-        if loss_scale.follower is not None:
-            loss_scale.follower.observed = []
         if self._skip_above is not None and not was_set:
             self._spike_rules.end_iteration()
         if loss_scale.watch is not None and not was_set:

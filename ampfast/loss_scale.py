@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,13 +19,6 @@ from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import float_of, require_one_of, warn_caller
-from ampfast.policies import (
-    NO_AVERAGES,
-    Follower,
-    LogMax,
-    float32,
-    require_averages,
-)
 from ampfast.report import History, ScalerStats
 
 _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
@@ -32,24 +26,20 @@ _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spik
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits, hysteresis and policy of a scale, as `GradScaler` describes them."""
+    """Limits and hysteresis of a scale, as `GradScaler` describes them."""
 
     min_scale: float | None = None
     max_scale: float | None = None
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
-    policy: LogMax | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.policy
-        if given is not None and not isinstance(given, LogMax):
-            raise TypeError(f"policy must be ampfast.LogMax or None, got {type(given).__name__}")
         for name in ("min_scale", "max_scale"):
             limit = getattr(self, name)
             if limit is None:
                 continue
             value = float_of(name, limit, " or None")
-            if not 0 < float32(value) < math.inf:
+            if not 0 < ctypes.c_float(value).value < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite in float32, got {value}")
             object.__setattr__(self, name, value)
         least, most = self.min_scale, self.max_scale
@@ -60,12 +50,10 @@ class Limits:
         if not 1 <= self.hysteresis < 2**31:
             raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
         require_one_of("hysteresis_refill", self.hysteresis_refill, ("growth", "finite_step"))
-        if isinstance(given, LogMax) and self.hysteresis > 1:
-            raise ValueError("LogMax takes no hysteresis: its scale backs off at every overflow")
 
     @cached_property
     def is_torchs(self) -> bool:
-        """Whether the rule is torch's: no limits, no hysteresis, no policy."""
+        """Whether the rule is torch's: no limits, no hysteresis."""
         return self == Limits()
 
     def require_within(self, init_scale: float) -> None:
@@ -77,23 +65,14 @@ class Limits:
                 f"min_scale={self.min_scale} and max_scale={self.max_scale}"
             )
 
-    def settings(self) -> dict[str, Any]:
-        """Returns the settings by name, as in a checkpoint."""
-        settings = asdict(self)
-        if self.policy is None:
-            del settings["policy"]
-        else:
-            settings["policy"]["name"] = type(self.policy).__name__
-        return settings
-
     def require_loadable(self, entry: object) -> int:
         """Returns the hysteresis tracker of a checkpoint's entry.
 
         Raises:
-            ValueError: If the entry is damaged or of another policy.
+            ValueError: If the entry is damaged or of other settings.
         """
-        settings = self.settings()
-        names, others = [*settings, "hysteresis_tracker"], {"averages", "policy", "norms", "limits"}
+        settings = asdict(self)
+        names, others = [*settings, "hysteresis_tracker"], {"norms", "limits"}
         if not isinstance(entry, dict) or set(entry) - others != set(names) - others:
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
@@ -101,14 +80,14 @@ class Limits:
             )
         differences = [
             f"{name} {entry.get(name)!r} there, {value!r} here"
-            for name, value in {"policy": None, **settings}.items()
+            for name, value in settings.items()
             if entry.get(name) != value
         ]
         if differences:
             raise ValueError(
-                f"the checkpoint is of a scaler with another policy ({'; '.join(differences)}): "
-                "construct the scaler with the checkpoint's policy, or delete the checkpoint's "
-                "entry 'ampfast' to keep this scaler's"
+                f"the checkpoint is of a scaler with other settings ({'; '.join(differences)}): "
+                "construct the scaler with the checkpoint's, or delete the checkpoint's entry "
+                "'ampfast' to keep this scaler's"
             )
         tracker = entry["hysteresis_tracker"]
         is_int = isinstance(tracker, int) and not isinstance(tracker, bool)
@@ -124,12 +103,11 @@ class LossScale:
     """Updates of a scale, with limits, counters and history in one int64 tensor.
 
     Attributes:
-        limits: Limits, hysteresis and policy.
+        limits: Limits and hysteresis.
         on_min_scale: "ignore", "warn" or "raise".
         watch: Watches the scale at its minimum; None for "ignore".
         words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
-        follower: Carries out the policy; None for torch's rule.
     """
 
     def __init__(self, limits: Limits, on_min_scale: str = "ignore") -> None:
@@ -140,7 +118,6 @@ class LossScale:
         self.on_min_scale = on_min_scale
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
-        self.follower = None if limits.policy is None else Follower(limits.policy)
         # What was loaded before there are words.
         self._tolerated = 0
         self.watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
@@ -148,41 +125,35 @@ class LossScale:
     def settings(self) -> dict[str, object]:
         """Returns the settings that must be equal on all ranks, with a host sync."""
         tracker = {"hysteresis_tracker": self.hysteresis_tracker()}
-        return {**self.limits.settings(), **tracker, "on_min_scale": self.on_min_scale}
+        return {**asdict(self.limits), **tracker, "on_min_scale": self.on_min_scale}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         # The tracker counts down, as Megatron-LM's.
-        state = {**self.limits.settings(), "hysteresis_tracker": self.hysteresis_tracker()}
-        return state if self.follower is None else {**state, "averages": self.follower.averages()}
+        return {**asdict(self.limits), "hysteresis_tracker": self.hysteresis_tracker()}
 
-    def require_loadable(self, state_dict: dict[str, Any]) -> tuple[int, list[float]]:
-        """Returns the arguments of `load` for a scaler's checkpoint.
+    def require_loadable(self, state_dict: dict[str, Any]) -> int:
+        """Returns the argument of `load` for a scaler's checkpoint.
 
         Raises:
-            ValueError: If the checkpoint is damaged, has other limits or another policy or, unless
+            ValueError: If the checkpoint is damaged, has other limits or, unless
                 the rule is torch's, a static scale.
         """
         if not self.limits.is_torchs and is_static(state_dict):
             raise ValueError(
-                "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
-                "policy, which need a dynamic one"
+                "the checkpoint's scale is static, but this scaler has limits or hysteresis, which "
+                "need a dynamic one"
             )
-        entry, tolerated = entry_of(state_dict), 0
-        is_ours = not isinstance(entry, dict) or not set(entry) <= {"norms", "limits"}
-        if is_ours:
-            tolerated = self.limits.hysteresis - self.limits.require_loadable(entry)
-        if self.limits.policy is None:
-            return tolerated, []
-        return tolerated, require_averages(entry.get("averages") if is_ours else NO_AVERAGES)
+        entry = entry_of(state_dict)
+        if isinstance(entry, dict) and set(entry) <= {"norms", "limits"}:
+            return 0
+        return self.limits.hysteresis - self.limits.require_loadable(entry)
 
-    def load(self, tolerated: int, averages: list[float]) -> None:
-        """Sets the overflows since the last refill, and the averages of the policy."""
+    def load(self, tolerated: int) -> None:
+        """Sets the overflows since the last refill."""
         self._tolerated = tolerated
         if self.words is not None:
             self.words[layout.TOLERATED] = tolerated
-        if self.follower is not None:
-            self.follower.load(averages)
 
     def update_(
         self,
@@ -191,8 +162,6 @@ class LossScale:
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
         kernels: Kernels,
-        *,
-        follows: bool = True,
     ) -> None:
         """Updates the scale and the growth tracker in place.
 
@@ -202,15 +171,11 @@ class LossScale:
             found_infs: The flags of this iteration, at least one, on any devices.
             factors: Growth factor, backoff factor and growth interval; any real numbers.
             kernels: Kernels for that device.
-            follows: Whether the policy may move the scale.
         """
-        follower = self.follower
         norm = self.joint_norm(scale.device) if self.norms else None
         words = self.words_on(scale.device) if self.words is None else self.words
         fields = (scale, growth_tracker, found_infs, *factors, words, norm)
         update = tuple.__new__(Update, fields)  # without a Python frame
-        if follower is not None and follows:
-            follower.before_update(update)
         # The first try is declined where a flag is on another device or a factor is no float.
         if not kernels.update(update):
             there = [scalars.moved(flag, scale.device) for flag in found_infs]
@@ -218,8 +183,6 @@ class LossScale:
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
                 torch_ops.update(update, self.limits, bool(self.norms))
-        if follower is not None:
-            follower.after_update()
 
     def ending(
         self,
@@ -232,7 +195,7 @@ class LossScale:
         """Returns an update for the last program of a check, or None if it cannot be there."""
         is_known = list(map(type, factors)) == [float, float, int]
         numbers = factors if is_known else _factors(factors)
-        if numbers is None or self.follower is not None:
+        if numbers is None:
             return None
         words, norm = self.words, self.joint_norm(scale.device) if self.norms else None
         if words is None or words.device != scale.device:
@@ -274,8 +237,6 @@ class LossScale:
             with torch.inference_mode(False):
                 words = self._new_words() if self.words is None else self.words
                 self.words = words.to(device)
-            if self.follower is not None:
-                self.follower.bind(self.words)
         return self.words
 
     def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
@@ -302,12 +263,6 @@ class LossScale:
         status = entries[:, layout.RING_STATUS]
         has_norm = status & 2 != 0
         norm = scalars.float_of(entries[:, layout.RING_NORM])
-        predicted = torch.zeros(len(step), dtype=torch.float32, device="cpu")
-        predictions = [] if self.follower is None else self.follower.predictions()
-        if predictions and end > 1:
-            # Each update predicts for the next step.
-            known = predictions[-len(step) : -1]
-            predicted[1:] = torch.tensor(known, dtype=torch.float32, device="cpu")
         return History(
             step=step,
             scale=scalars.float_of(entries[:, layout.RING_SCALE]),
@@ -315,7 +270,6 @@ class LossScale:
             grad_norm=norm.masked_fill(~has_norm, math.nan),
             has_norm=has_norm,
             spiked=status & 4 != 0,
-            predicted=predicted.masked_fill(predicted == 0, math.nan),
         )
 
     def hysteresis_tracker(self) -> int:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampfast import backends, clipping, distributed, gradients, tracking
-from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, clip_to, riding
 from ampfast.errors import add_note, warn_caller
 from ampfast.hooks import Methods
@@ -142,7 +141,6 @@ class Passes(TorchGradScaler):
         turn: Turn | None,
         work: Pass,
         scale: Tensor,
-        observes: bool = True,
     ) -> Flags:
         """Runs a pass over an optimizer's gradients; its turn, if given, is unscaled then.
 
@@ -154,9 +152,7 @@ class Passes(TorchGradScaler):
             Flags by device, on which all ranks agree; the turn gets them, too.
         """
         allow_fp16 = turn is None or self._allow_fp16
-        follower, agreement, flag = self._loss_scale.follower, None, None
-        if follower is not None and observes:
-            work = follower.before(work, scale.device)
+        agreement, flag = None, None
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
             if turn is not None:
@@ -175,41 +171,29 @@ class Passes(TorchGradScaler):
             agreement = self._agreement(grads)
             mark = None if turn is None else partial(begin, [turn], agreement)
             flags, _ = grads.run(work, before_write=mark)
-        observed = [] if work.sums is None else [work.sums[1]]
-        if follower is not None and agreement is None:
-            follower.observed += observed
         if turn is not None:
             turn["found_inf_per_device"], turn["stage"] = flags, UNSCALED
         if agreement is None:
             return flags
-        if not observes:
+        if turn is None:
             return agreement.all_reduce([flags], scale.device)[0]
-        turn = Turn(found_inf_per_device=flags) if turn is None else turn
         turn.agreement = agreement
-        return self._agree(turn, agreement, scale.device, observed)
+        return self._agree(turn, agreement, scale.device)
 
     def _agree(
         self,
         turn: Turn,
         agreement: distributed.Agreement,
         device: torch.device,
-        observed: list[Tensor] | None = None,
     ) -> Flags:
-        """Gives a turn the flags of all ranks, and the policy what they observed.
+        """Gives a turn the flags of all ranks.
 
         Until then it has the agreement: `step` or `update` retries a collective that failed.
         """
-        follower = self._loss_scale.follower
-        flags: list[Flags] = [turn["found_inf_per_device"]]
-        if follower is None:
-            flags = agreement.all_reduce(flags, device)
-        else:
-            largest = scalars.largest(observed or [], device)
-            flags, largest = agreement.all_reduce_norm(flags, device, largest, largest=True)
-            follower.observed.append(largest)
-        turn["found_inf_per_device"] = flags[0]
+        (flags,) = agreement.all_reduce([turn["found_inf_per_device"]], device)
+        turn["found_inf_per_device"] = flags
         turn.agreement = None
-        return flags[0]
+        return flags
 
     def _checked_scale(self, method: str) -> Tensor:
         """The scale, of which torch's own method checks that it was made."""
@@ -295,9 +279,6 @@ class Passes(TorchGradScaler):
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
-        # With a scale of the optimizer's own it sees other values than the policy.
-        if scale is not None and scale is self._scale:
-            self._observe_clip(terms, agreement, norm.device)
         if overridden:
             clipping.take_flags(terms, turns, and_found=spikes is not None)
         else:
@@ -327,20 +308,6 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
-
-    def _observe_clip(
-        self,
-        terms: list[clipping.NormTerm],
-        agreement: distributed.Agreement | None,
-        device: torch.device,
-    ) -> None:
-        """Gives the policy the largest magnitudes that a clip has read."""
-        follower = self._loss_scale.follower
-        if follower is not None:
-            observed = [sums[1] for term in terms for sums in term.sums]
-            if agreement is not None:
-                observed = [agreement.norm(scalars.largest(observed, device), math.inf)]
-            follower.observed += observed
 
     def _unscaled_first(
         self, optimizers: list[Any], turns: list[Turn], scale: Tensor, allow_fp16: bool = False
@@ -407,12 +374,9 @@ class Passes(TorchGradScaler):
             return None
         if order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
-        follower = self._loss_scale.follower
         if self._passes_scale is not scale:
             self._make_passes(scale)
         work = self._clip_pass
-        if follower is not None:
-            work = follower.before(work, scale.device)
         marked: Pass | None = work
         if self._track is not None:
             marked = self._tracking.before(optimizer, work, self._loss_scale.words)
@@ -422,8 +386,6 @@ class Passes(TorchGradScaler):
         clip = clip_to(limit, order == math.inf, *rule)
         given = (optimizer, turn, UNSCALED, marked, self._allow_fp16, scale)
         norm: Tensor | None = self._kernels.clip_over(*given, clip)
-        if norm is not None and follower is not None and work.sums is not None:
-            follower.observed.append(work.sums[1])
         return norm
 
     def _norm_term(

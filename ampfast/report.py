@@ -53,8 +53,6 @@ class History:
             optimizers if their norms are of one type; NaN where no norm was taken.
         has_norm: bool, whether a norm was taken.
         spiked: bool, whether the step was skipped for the norm of finite gradients alone.
-        predicted: float32, scale that `LogMax` predicted for the step, before limits and what
-            overflows allow; NaN where none is known, as after a spike.
     """
 
     step: Tensor
@@ -63,7 +61,6 @@ class History:
     grad_norm: Tensor
     has_norm: Tensor
     spiked: Tensor
-    predicted: Tensor
 
     def __len__(self) -> int:
         return self.step.numel()
@@ -135,8 +132,7 @@ def log(
 def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     """Plots the scale, the skipped steps and the gradient norms, if any were taken.
 
-    Red crosses are overflows, orange triangles spikes. A pale line is the prediction of `LogMax`,
-    above the scale where limits or overflows keep that lower.
+    Red crosses are overflows, orange triangles spikes.
 
     Args:
         history: Result of `GradScaler.history()`.
@@ -158,9 +154,6 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     steps, scale, spiked = history.step, history.scale, history.spiked
     line = {"color": "tab:blue", "label": "scale", **_POINTS}
     panels[0].step(steps.tolist(), scale.tolist(), where="post", **line)
-    if not bool(history.predicted.isnan().all()):
-        pale = {"color": "tab:purple", "alpha": 0.35, "linewidth": 5, "label": "prediction"}
-        panels[0].step(steps.tolist(), history.predicted.tolist(), where="post", **pale)
     if bool((scale > 0).any()):
         panels[0].set_yscale("log", base=2)
     panels[0].set_ylabel("scale")

@@ -65,7 +65,6 @@ FEATURES = (
         follows_torch=False,
     ),
     Kind(feature=GUARD, follows_torch=False),
-    Kind(feature="LogMax", options={"policy": ampfast.LogMax()}, follows_torch=False),
     Kind(feature=GROUP),
 )
 LOOPS: tuple[tuple[Net, tuple[Kind, ...]], ...] = (

@@ -32,7 +32,6 @@ std::map<std::string, int64_t> state_layout() {
           {"MAX_SCALE", kMaxScale},
           {"MOST_TOLERATED", kMostTolerated},
           {"REFILLS_ON_FINITE_STEPS", kRefillsOnFiniteSteps},
-          {"PROPOSAL", kProposal},
           {"RING", kRing},
           {"RING_STEPS", kRingSteps},
           {"RING_SCALE", kRingScale},

@@ -7,7 +7,7 @@
 namespace ampfast {
 
 // Layout of a scaler's state, int64 words on the device of its scale. Scales and norms are the bits
-// of a float32. All zeros is a new scaler with torch's policy.
+// of a float32. All zeros is a new scaler with torch's rule.
 enum StateWord : int64_t {
   // Counters; a step is one update.
   kSteps,
@@ -23,14 +23,11 @@ enum StateWord : int64_t {
   kBefore = kCounters,
   kScaleBefore = kBefore + kCounters,
   kTrackerBefore,
-  // The policy.
+  // The limits.
   kMinScale,              // 0: none
   kMaxScale,              // 0: none
   kMostTolerated,         // overflows without a backoff
   kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
-  // What a policy wants of the next update, which resets it: the scale before the limits, or 0 for
-  // torch's scale.
-  kProposal,
   kRing = 40,
 };
 
@@ -58,7 +55,7 @@ AMPFAST_ELEMENT float joint(float a, float b) { return larger_or_nan(std::fabs(a
 struct Update {
   float* scale = nullptr;
   int32_t* growth_tracker = nullptr;
-  int64_t* state = nullptr;     // null: nothing is kept, and the policy is torch's
+  int64_t* state = nullptr;     // null: nothing is kept, and the rule is torch's
   const float* norm = nullptr;  // of the gradients; null: none was taken
   double growth_factor = 1;
   double backoff_factor = 1;
@@ -70,7 +67,7 @@ AMPFAST_ELEMENT int64_t word_of(float value) { return bits_as<uint32_t>(value); 
 AMPFAST_ELEMENT float float_in(int64_t word) { return bits_as<float>(static_cast<uint32_t>(word)); }
 
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
-// policy of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
+// limits of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
 // its tracker alone.
 AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
   const bool skipped = flag != 0;
@@ -105,10 +102,6 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
     }
-    if (const float proposal = float_in(state[kProposal]); proposal > 0 && !spiked) {
-      next = proposal;
-    }
-    state[kProposal] = 0;
     const float min_scale = float_in(state[kMinScale]);
     const float max_scale = float_in(state[kMaxScale]);
     // A scale that was set beyond them is not moved the wrong way.

@@ -17,7 +17,7 @@ from support.launchers import ReferenceLauncher
 from support.models import grads_in
 from support.steps import side
 
-from ampfast import _C, GradScaler, LogMax, Sigmas, backends, functional
+from ampfast import _C, GradScaler, Sigmas, backends, functional
 from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
@@ -95,20 +95,14 @@ for limit in LIMITS:
     }
 
 
-# Settings, and what launches they turn into which others: a policy's update is a launch of its own.
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "usual": ({}, {}),
-    "tracked": ({"track": "overflow"}, {}),
-    "policy": ({"policy": LogMax()}, {"unscale": "unscale update", "check": "check update"}),
-}
-
-
-@pytest.mark.parametrize("added", SETTINGS)
+@pytest.mark.parametrize("track", [None, "overflow"])
 @pytest.mark.parametrize("name", COSTS)
-def test_launches_bytes_and_tables(launcher: ReferenceLauncher, name: str, added: str) -> None:
-    cost, (settings, others) = COSTS[name], SETTINGS[added]
+def test_launches_bytes_and_tables(
+    launcher: ReferenceLauncher, name: str, track: str | None
+) -> None:
+    cost = COSTS[name]
     for kind in cost.kinds:
-        run = side(GradScaler, kind, **cost.settings, **settings)
+        run = side(GradScaler, kind, track=track, **cost.settings)
         run.scaler.scale(run.loss(3)).backward()
         grads = [param.grad for param in run.model.parameters()]
         size, tables = sum(grad.nbytes for grad in grads), _C.tables_made()
@@ -119,8 +113,8 @@ def test_launches_bytes_and_tables(launcher: ReferenceLauncher, name: str, added
             launcher.read = launcher.written = 0
             cost.call(run)
             assert (launcher.read, launcher.written) == (cost.reads * size, cost.writes * size)
-            if turn or added != "tracked":  # which walks once to know the parameters
-                assert launcher.launches == others.get(cost.launches, cost.launches).split(), kind
+            if turn or track is None:  # tracking walks once to know the parameters
+                assert launcher.launches == cost.launches.split(), kind
         assert _C.tables_made() == tables + 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.steps import Loop, frames_of
 
-from ampfast import GradScaler, LogMax, StepGuard
+from ampfast import GradScaler, StepGuard
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="code objects have no qualified names"
@@ -21,7 +21,6 @@ SCALERS: dict[str, Callable[[], GradScaler]] = {
     "tracking": lambda: GradScaler("cpu", track="overflow"),
     "limits": lambda: GradScaler("cpu", min_scale=1.0, max_scale=2.0**24, hysteresis=2),
     "guard": lambda: StepGuard("cpu"),
-    "LogMax": lambda: GradScaler("cpu", policy=LogMax()),
 }
 KINDS = pytest.mark.parametrize("kind", ["plain", "fused"])
 

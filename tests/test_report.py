@@ -22,7 +22,7 @@ class Writer:
         self.written.append((tag, scalar_value, global_step))
 
 
-def history(norms: bool = True, predicted: float = math.nan) -> History:
+def history(norms: bool = True) -> History:
     count = 40
     skipped = torch.zeros(count, dtype=torch.bool)
     skipped[[7, 8, 12, 30]] = True
@@ -37,7 +37,6 @@ def history(norms: bool = True, predicted: float = math.nan) -> History:
         grad_norm=norm.masked_fill(~has_norm, math.nan),
         has_norm=has_norm,
         spiked=spiked,
-        predicted=torch.full((count,), predicted),
     )
 
 
@@ -91,12 +90,7 @@ def test_plot(tmp_path, norms: bool) -> None:
         assert spikes.get_xdata().tolist() == [112]
 
 
-def test_plot_of_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    (panel,) = report.plot(history(norms=False, predicted=2.0**17)).axes
-    assert [line.get_label() for line in panel.get_lines()][:2] == ["scale", "prediction"]
-    assert set(panel.get_lines()[1].get_ydata()) == {2.0**17}
-    assert "prediction" in [text.get_text() for text in panel.get_legend().get_texts()]
+def test_plot_of_nothing_and_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no step was taken"):
         report.plot(GradScaler("cpu").history())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -1,4 +1,4 @@
-"""Scale policies, counters, history and checkpoints, against a model in plain Python."""
+"""Limits of the scale, counters, history and checkpoints, against a model in plain Python."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ from support.gradients import sgd_with
 from support.launchers import compiled
 from support.models import (
     FACTORS,
-    POLICIES,
+    LIMITS,
     Factors,
     ScaleModel,
     assert_state,
-    conclude,
     float32,
-    propose,
-    random_peaks,
     random_steps,
     update_of,
 )
 from support.steps import Training, adamw, take_step, through_file
 
-from ampfast import GradScaler, LogMax, policies
+from ampfast import GradScaler
 from ampfast.backends import cpu, torch_ops
 from ampfast.backends.core import SPIKE_BOUND
 from ampfast.loss_scale import LossScale
@@ -44,32 +41,19 @@ def training(fused: bool = False, **arguments: Any) -> Training:
 
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
-@pytest.mark.parametrize(
-    ("policy", "reads"),
-    [
-        *((name, True) for name in POLICIES),
-        *((name, False) for name, each in POLICIES.items() if isinstance(each.policy, LogMax)),
-    ],
-)
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_random_steps(
-    backend: str, policy: str, reads: bool, start: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flags that are no spike count as overflows; `reads`: whether the host computes LogMax."""
-    monkeypatch.setattr(policies, "_host_reads", lambda device: reads)
-    model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
+def test_random_steps(backend: str, limits: str, start: float) -> None:
+    """Flags that are no spike count as overflows."""
+    model = ScaleModel(float32(start), 1, FACTORS, LIMITS[limits])
     kept = LossScale(model.limits)
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
-    peaks = random_peaks(1100, model.limits)
-    steps = random_steps(1100, seed=len(policy), spikes=True)
-    for (flag, norm), peak in zip(steps, peaks, strict=True):
+    for flag, norm in random_steps(1100, seed=len(limits), spikes=True):
         found = SPIKE_BOUND if flag == 1 and model.steps % 2 else flag
         update = update_of(kept, scale, tracker, found, norm)
-        propose(kept, update, peak)
         assert (cpu if backend == "cpu" else torch_ops).update(update)
-        conclude(kept)
-        model.update(found, norm, peak or 0.0)
+        model.update(found, norm)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if model.steps % 17 == 16:
             model.scale = 6.0
@@ -82,10 +66,9 @@ def test_random_steps(
 @pytest.mark.parametrize("way", ["step", "step_and_update"])
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_the_scaler_follows_the_model(backend: str, way: str, fused: bool) -> None:
-    policy = POLICIES["all"]
     loop = training(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)
     loop.way = way
-    model = ScaleModel(8.0, 0, Factors(2.0, 0.5, 3), policy)
+    model = ScaleModel(8.0, 0, Factors(2.0, 0.5, 3), LIMITS["all"])
     for found, _ in random_steps(120, seed=4):
         loop.step(math.inf if found else 1.0)
         model.update(found)
@@ -266,20 +249,20 @@ def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool
         GradScaler("cpu", enabled=enabled, **arguments)
 
 
-POLICY = {"min_scale": 0.25, "max_scale": Fraction(64), "hysteresis": 3}
+SETTINGS = {"min_scale": 0.25, "max_scale": Fraction(64), "hysteresis": 3}
 
 
-def test_checkpoints_keep_the_policy() -> None:
-    loop, torchs = training(**POLICY), torch.amp.GradScaler("cpu")
+def test_checkpoints_keep_the_limits() -> None:
+    loop, torchs = training(**SETTINGS), torch.amp.GradScaler("cpu")
     assert set(loop.scaler.state_dict()) - set(torchs.state_dict()) == {"ampfast"}
     saved = loop.step(math.inf).scaler.state_dict()
     also = {"hysteresis_refill": "growth", "hysteresis_tracker": 2, "norms": [], "limits": []}
-    assert saved["ampfast"] == {**POLICY, **also}
+    assert saved["ampfast"] == {**SETTINGS, **also}
     saved = through_file(saved)
     for is_started in (False, True):
-        resumed = training(**POLICY)
+        resumed = training(**SETTINGS)
         if not is_started:
-            resumed.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
+            resumed.scaler = GradScaler("cpu", init_scale=1.0, **SETTINGS)
         resumed.scaler.load_state_dict(saved)
         assert resumed.scaler.state_dict() == saved
         resumed.scaler.scale(torch.zeros(()))
@@ -317,7 +300,7 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"min_scale": 0.5}, r"another policy \(min_scale 0\.5 there, 0\.25 here\)"),
+        ({"min_scale": 0.5}, r"other settings \(min_scale 0\.5 there, 0\.25 here\)"),
         ({"hysteresis_refill": "finite_step"}, "hysteresis_refill 'finite_step' there"),
         ({"hysteresis_tracker": 4}, "must be an int of at most 3, got 4"),
         ({"hysteresis_tracker": "2"}, "got '2'"),
@@ -326,22 +309,22 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
         (None, "must be a dict of .* got None"),
     ],
 )
-def test_checkpoints_of_another_policy(change: dict | None, message: str) -> None:
-    saved = training(**POLICY).step(math.inf).scaler.state_dict()
+def test_checkpoints_of_other_limits(change: dict | None, message: str) -> None:
+    saved = training(**SETTINGS).step(math.inf).scaler.state_dict()
     entry = None if change is None else {**saved["ampfast"], **change}
-    assert_refused({**saved, "scale": 1.0, "ampfast": entry}, message, **POLICY)
+    assert_refused({**saved, "scale": 1.0, "ampfast": entry}, message, **SETTINGS)
 
 
 def test_checkpoints_of_another_kind_of_scaler() -> None:
     static = GradScaler("cpu", init_scale=2.0, dynamic=False).state_dict()
-    assert_refused(static, "the checkpoint's scale is static, but this scaler", **POLICY)
-    saved = training(**POLICY).scaler.state_dict()
+    assert_refused(static, "the checkpoint's scale is static, but this scaler", **SETTINGS)
+    saved = training(**SETTINGS).scaler.state_dict()
     scaler = assert_refused(saved, "hysteresis 3 there, 1 here", init_scale=2.0)
     del saved["ampfast"]
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 8.0
-    training(policy=LogMax()).scaler.load_state_dict({**saved, "ampfast": {"norms": [[1.0]]}})
-    refilled = training(**POLICY).step(math.inf).scaler
+    training(**SETTINGS).scaler.load_state_dict({**saved, "ampfast": {"norms": [[1.0]]}})
+    refilled = training(**SETTINGS).step(math.inf).scaler
     refilled.load_state_dict(saved)
     assert refilled.state_dict()["ampfast"]["hysteresis_tracker"] == 3
     message = "dynamic=False, but the checkpoint's scale changes"
@@ -356,7 +339,7 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "copy"])
 def test_counters_survive_copies(how: str, backend: str) -> None:
-    loop = training(**POLICY, on_min_scale="warn", backend=backend).step(1.0, math.inf, 1.0)
+    loop = training(**SETTINGS, on_min_scale="warn", backend=backend).step(1.0, math.inf, 1.0)
     kept, pickled = loop.scaler, pickle.dumps(loop.scaler)
     assert len(pickled) < 2000, "only the steps that were taken"
     loop.scaler = pickle.loads(pickled) if how == "pickle" else getattr(copy, how)(kept)

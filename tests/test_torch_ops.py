@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampfast import GradScaler, LogMax, Percentile, Sigmas, StepGuard, ZScore, functional
+from ampfast import GradScaler, Percentile, Sigmas, StepGuard, ZScore, functional
 from ampfast.backends import core, scalars, torch_ops
 from ampfast.backends.core import Update, compiled, state_layout
 from ampfast.loss_scale import Limits, LossScale
@@ -120,7 +120,6 @@ RULES: dict[str, Limits] = {
     "limits": Limits(min_scale=4.0, max_scale=64.0),
     "hysteresis": Limits(hysteresis=3),
     "refills": Limits(min_scale=2.0, hysteresis=2, hysteresis_refill="finite_step"),
-    "policy": Limits(policy=LogMax(), max_scale=256.0),
 }
 
 
@@ -142,10 +141,7 @@ def test_updates_are_those_of_the_core(
     for step in range(1200):
         interval = 2 if step % 50 == 0 else 3
         flag, norm = flags[int(torch.randint(len(flags), (), generator=random))], float(step)
-        proposal = float(2 ** int(torch.randint(9, (), generator=random)))
         for (scale, tracker, words), is_ours in ((ours, True), (theirs, False)):
-            if limits.policy is not None and step % 3:
-                words[state_layout.PROPOSAL] = scalars.word_of(torch.tensor(proposal))
             seen = torch.tensor(norm) if has_norm else None
             fields = Update(scale, tracker, [torch.tensor(flag)], 2.0, 0.5, interval, words, seen)
             assert torch_ops.update(fields, limits, True) if is_ours else compiled.update(fields)
@@ -183,7 +179,6 @@ SCALERS: dict[str, Callable[[], GradScaler]] = {
         "cpu", backend="aten", min_scale=1.0, max_scale=2.0**20, hysteresis=2
     ),
     "skip_above": lambda: GradScaler("cpu", backend="aten", skip_above=Sigmas(2.0, 2)),
-    "LogMax": lambda: GradScaler("cpu", backend="aten", policy=LogMax()),
     "guard": lambda: StepGuard("cpu", backend="aten"),
 }
 

@@ -294,7 +294,6 @@ class _State:
         counters: The counters that an update changes.
         steps: The first of them, of shape (1,).
         ring: The last steps, a row for each.
-        proposal: The scale that a policy wants.
         before: float32 memory for the scale before the update, in the new row of the ring.
         norm: float32 memory for the norm there.
         status: The status there.
@@ -325,7 +324,6 @@ class _State:
         self.counters, self.steps = state[:_COUNTED], state[:1]
         self.ring = state[state_layout.RING :].view(-1, state_layout.RING_WORDS)
         # The lower half of a word.
-        self.proposal = state.view(torch.float32)[2 * state_layout.PROPOSAL]
         halves = memory.view(torch.float32)
         self.before, self.norm = halves[0], halves[2 * state_layout.RING_NORM]
         self.status, self.row, self.bits = memory[1], memory[:3].view(1, 3), memory[1:]
@@ -440,16 +438,12 @@ def _update_by_torch(
 
 
 def _limit_(scale: Tensor, overflow: Tensor, spiked: Tensor, limits: Any, state: _State) -> None:
-    """Holds the next scale to hysteresis, a policy's proposal and limits, as csrc/scale.h does."""
+    """Holds the next scale to hysteresis and limits, as csrc/scale.h does."""
     before = state.before
     if limits.hysteresis > 1:
         tolerated = state.counters[state_layout.TOLERATED]
         is_tolerated = (overflow != 0) & (tolerated < limits.hysteresis - 1)
         scale.copy_(torch.where(is_tolerated, before, scale))
-    if limits.policy is not None:
-        is_wanted = (state.proposal > 0) & (spiked == 0)
-        scale.copy_(torch.where(is_wanted, state.proposal, scale))
-        state.proposal.zero_()
     # A scale that was set beyond them is not moved the wrong way.
     if limits.max_scale is not None:
         scale.copy_(torch.minimum(scale, before.clamp(min=limits.max_scale)))

@@ -91,7 +91,7 @@ def other_limit(plain, self, optimizer, limit, **named):
 COMPARED = MEASURED | {
     "loops": (lambda on: loops.measure(NET, Kind(), on),),
     "loops, fused": (lambda on: loops.measure(NET, SCHEDULED[1], on),),
-    "loops, LogMax": (lambda on: loops.measure(NET, KINDS["AdamW, LogMax"], on),),
+    "loops, limits": (lambda on: loops.measure(NET, KINDS["AdamW, limits"], on),),
     "training": (lambda on: training.measure(SGD, Kind(clip=True), on),),
 }
 
@@ -115,7 +115,7 @@ COMPARED = MEASURED | {
             )
         ),
         ("loops", "step", infinite_to_1, "step 2"),
-        ("loops, LogMax", "step", moves, "parameters of perceptron 2x8.*, step 0"),
+        ("loops, limits", "step", moves, "parameters of perceptron 2x8.*, step 0"),
         ("training", "clip_grad_norm_", other_limit, "close"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Scale policies, counters and history in the kernels, against a model; captured steps."""
+"""Limits of the scale, counters and history in the kernels, against a model; captured steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 from device_parity import CPU, KERNELS, launch
 from support.captures import Capturing, assert_replays_are_eager
 from support.comparison import TorchScaler
-from support.models import POLICIES, check_policy
+from support.models import LIMITS, check_limits
 
 
 @pytest.mark.usefixtures("watched")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_random_steps(policy: str) -> None:
-    check_policy(KERNELS, CPU, policy)
+@pytest.mark.parametrize("limits", LIMITS)
+def test_random_steps(limits: str) -> None:
+    check_limits(KERNELS, CPU, limits)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -1,4 +1,4 @@
-"""Policies, spikes, reports, schedules, ends and master weights on ranks: all do alike."""
+"""Spikes, reports, schedules, ends and master weights on ranks: all do alike."""
 
 from __future__ import annotations
 
@@ -47,16 +47,14 @@ def fill(scaler: Any, param: nn.Parameter, values: tuple[float | None, ...]) -> 
     param.grad = None if value is None else scaler.get_scale() * value * torch.ones_like(param)
 
 
-# Policies follow the largest of all ranks, and spikes are those of the joint norm
+# Spikes are those of the joint norm
 
-PEAKS = [(1.0, 4.0), (2.0**9, 1.0), (2.0**-4, 2.0**-9), (math.inf, 1.0), (1.0, 0.0), (0.5, 2.0)]
 # Norms of two ranks' parts: only their joint norm is beyond the limit of 20.
 PARTS = [(3.0, 4.0), (3.3, 4.0), (15.0, 15.0), (math.inf, 1.0), (3.0, 4.1)]
 # Each rank has no gradient in every second step.
 HOLES = [(None, 3.0), (4.0, None), (None, 30.0), (3.5, None), (None, 4.0), (30.0, None)]
 # By feature: settings of the scaler, gradients of the ranks by step, and reasons of skips.
 FEATURES: dict[str, tuple[dict[str, Any], list[Any], set[str | None]]] = {
-    "policy": ({"policy": ampfast.LogMax()}, PEAKS, {None, "overflow"}),
     "limit": ({"skip_above": 20.0}, PARTS, {None, "overflow", "spike"}),
     "sigmas": ({"skip_above": Sigmas(9.0, 2)}, PARTS, {None, "overflow", "spike"}),
     "limit, holes": ({"skip_above": 20.0}, HOLES, {None, "spike"}),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
-from ampfast import GradScaler, LogMax, Sigmas
+from ampfast import GradScaler, Sigmas
 
 FLAG = ("gloo:all_reduce", 4)
 # Two float64: norm term and flag.
@@ -142,8 +142,6 @@ def of_feature(way: str, more: dict[str, Any]) -> Sent:
 def test_features_send_no_more(way: str) -> None:
     flag = BOTH if way == "clip" else FLAG
     for more, expected in (
-        # The norm's collective adds up, so that the peak needs one of its own.
-        ({"policy": LogMax()}, [BOTH] * (2 if way == "clip" else 1)),
         ({"track": "overflow"}, [flag]),
         ({"skip_above": 20.0}, [BOTH]),
         ({"skip_above": Sigmas(6.0)}, [BOTH]),

@@ -98,12 +98,12 @@ def test_norms_have_the_same_bits_on_every_grid(
         kernels._launcher.limit_programs(0)
 
 
-def test_marks_and_policies_are_those_of_the_models(backend: str, device: torch.device) -> None:
+def test_marks_and_scales_are_those_of_the_models(backend: str, device: torch.device) -> None:
     kernels = kernels_of(backend, device)
     models.check_random_lists(kernels, device, range(60))
     models.check_times(kernels, device)
-    for policy in models.POLICIES:
-        models.check_policy(kernels, device, policy)
+    for limits in models.LIMITS:
+        models.check_limits(kernels, device, limits)
 
 
 @pytest.mark.parametrize("backoff", [0.5, 0.3])

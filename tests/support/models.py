@@ -1,4 +1,4 @@
-"""Reference models of all kernels: clipping, the scale and its policies, spikes, marks."""
+"""Reference models of all kernels: clipping, the scale and its limits, spikes, marks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Track, Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.torch_ops import squares_in
 from ampfast.loss_scale import Limits, LossScale
-from ampfast.policies import LogMax
 from support.comparison import BITS, FLOATS, assert_same, started
 from support.kernels import flag, grads_of, run_check, storage
 
@@ -145,40 +144,6 @@ def float32(value: float) -> float:
 
 
 @dataclass
-class Prediction:
-    """LogMax in plain Python."""
-
-    mean: float = 0.0
-    weight: float = 0.0
-    slow_mean: float = 0.0
-    slow_square: float = 0.0
-    slow_weight: float = 0.0
-    ceiling: float = 0.0
-
-    def see(self, peak: float) -> None:
-        fraction, exponent = math.frexp(peak)
-        value = exponent - 1 + (2 * fraction - 1)
-        for name, target, share in (
-            *(("mean", value, 1 / 128), ("weight", 1.0, 1 / 128)),
-            *(("slow_mean", value, 1 / 1024), ("slow_square", value * value, 1 / 1024)),
-            ("slow_weight", 1.0, 1 / 1024),
-        ):
-            average = getattr(self, name)
-            setattr(self, name, average + share * (target - average))
-
-    def scale(self, policy: LogMax) -> float:
-        far = self.slow_mean / self.slow_weight
-        variance = self.slow_square / self.slow_weight - far * far
-        highest = self.mean / self.weight + policy.sigmas * math.sqrt(max(variance, 0.0))
-        exponent = min(max(16 - policy.headroom - highest, -126.0), 127.0)
-        return 2.0 ** (math.floor(exponent + 127) - 127)
-
-    def averages(self) -> list[float]:
-        averages = [*(self.mean, self.weight, self.slow_mean), self.slow_square, self.slow_weight]
-        return [*averages, self.ceiling]
-
-
-@dataclass
 class ScaleModel:
     """Scale, counters and history."""
 
@@ -194,24 +159,21 @@ class ScaleModel:
     skips_at_minimum: int = 0
     tolerated: int = 0
     spikes: int = 0
-    history: list[tuple[float, float, float | None, float]] = field(default_factory=list)
-    prediction: Prediction = field(default_factory=Prediction)
-    predicted: float = math.nan  # for the next step
+    history: list[tuple[float, float, float | None]] = field(default_factory=list)
 
-    def update(self, flag: float, norm: float | None = None, peak: float = 0.0) -> None:
-        self.history.append((self.scale, flag, norm, self.predicted))
-        self.predicted = math.nan
+    def update(self, flag: float, norm: float | None = None) -> None:
+        self.history.append((self.scale, flag, norm))
         self.steps += 1
         self.skipped += flag != 0
         self.consecutive_skips = self.consecutive_skips + 1 if flag else 0
         if flag == SPIKE:
             self.spikes += 1
         else:
-            self._move(bool(flag), peak)
+            self._move(bool(flag))
 
-    def _move(self, found: bool, peak: float) -> None:
+    def _move(self, found: bool) -> None:
         growth, backoff, interval = self.factors
-        before, limits, policy = self.scale, self.limits, self.limits.policy
+        before, limits = self.scale, self.limits
         after = before
         if found:
             self.tracker = 0
@@ -227,8 +189,6 @@ class ScaleModel:
                 self.tolerated = 0
                 grown = float32(before * growth)
                 after = grown if math.isfinite(grown) else before
-        if isinstance(policy, LogMax):
-            after = self._predicted(found, after, peak)
         if after > before and limits.max_scale is not None:
             after = min(after, max(before, float32(limits.max_scale)))
         elif after < before and limits.min_scale is not None:
@@ -239,21 +199,6 @@ class ScaleModel:
         self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
         self.scale = after
 
-    def _predicted(self, found: bool, by_torch: float, peak: float) -> float:
-        prediction, policy = self.prediction, self.limits.policy
-        if found:
-            prediction.ceiling = by_torch
-        else:
-            if self.tracker == 0 and self.factors.interval >= 1:
-                grown = float32(prediction.ceiling * self.factors.growth)
-                prediction.ceiling = grown if math.isfinite(grown) else prediction.ceiling
-            if 0 < peak < math.inf:
-                prediction.see(peak)
-        after = by_torch
-        if prediction.weight:
-            after = self.predicted = prediction.scale(policy)
-        return min(after, prediction.ceiling) if prediction.ceiling > 0 else after
-
     def counters(self) -> list[int]:
         known = [
             *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
@@ -262,7 +207,7 @@ class ScaleModel:
         return known + [0] * (layout.COUNTERS - len(known))
 
 
-POLICIES = {
+LIMITS = {
     "torch's": Limits(),
     "limits": Limits(min_scale=0.3, max_scale=40.0),
     "minimum": Limits(min_scale=1.1),
@@ -270,8 +215,6 @@ POLICIES = {
     "hysteresis": Limits(hysteresis=3),
     "hysteresis refilled": Limits(hysteresis=2, hysteresis_refill="finite_step"),
     "all": Limits(0.5, 30.0, 2, "growth"),
-    "log max": Limits(policy=LogMax()),
-    "log max, limits": Limits(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
 }
 FACTORS = Factors(1.9, 0.3, 3)
 
@@ -291,19 +234,6 @@ def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[floa
     return steps[:count]
 
 
-def random_peaks(count: int, limits: Limits) -> list[float | None]:
-    """Peaks for a policy that needs them, else None: a walk, with zeros and extremes."""
-    if limits.policy is None:
-        return [None] * count
-    chance, level = random.Random(count), 0.0
-    peaks = []
-    for _ in range(count):
-        level += chance.gauss(0.0, 1.0)
-        usual = 2.0 ** (level / 4)
-        peaks.append(chance.choice([usual] * 20 + [0.0, 1e-300, 2.0**-149, 3e38, math.inf]))
-    return peaks
-
-
 def update_of(
     kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor, found: float, norm: float | None
 ) -> Update:
@@ -314,66 +244,43 @@ def update_of(
     return Update(scale, tracker, [torch.tensor(found, device=device)], *FACTORS, words, given)
 
 
-def propose(kept: LossScale, update: Update, peak: float | None) -> None:
-    """Lets the policy, if there is one, propose a scale for an update."""
-    if kept.follower is not None:
-        peaks = torch.tensor(peak, dtype=torch.float64, device=update.scale.device)
-        kept.follower.observed.append(peaks)
-        kept.follower.before_update(update)
-
-
-def conclude(kept: LossScale) -> None:
-    """Tells the policy that the update is done."""
-    if kept.follower is not None:
-        kept.follower.after_update()
-        kept.follower.observed = []
-
-
 def assert_state(kept: LossScale, model: ScaleModel) -> None:
-    """Compares counters, averages and ring with those of the model."""
+    """Compares counters and ring with those of the model."""
     words = kept.words.cpu()
     assert words[: layout.COUNTERS].tolist() == model.counters()
-    assert words[layout.PROPOSAL] == 0
-    if isinstance(model.limits.policy, LogMax):
-        assert kept.state_dict()["averages"] == model.prediction.averages()
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]
-    if model.steps > len(expected):
-        expected[0] = (*expected[0][:3], math.nan)  # that entry is overwritten
     assert history.step.tolist() == list(range(model.steps - len(expected), model.steps))
     columns = (history.scale, history.skipped, history.spiked, history.grad_norm)
-    rows = zip(*(each.tolist() for each in (*columns, history.predicted)), strict=True)
+    rows = zip(*(each.tolist() for each in columns), strict=True)
     assert repr(list(rows)) == repr(
         [
-            (scale, flag != 0, flag == SPIKE, math.nan if norm is None else norm, predicted)
-            for scale, flag, norm, predicted in expected
+            (scale, flag != 0, flag == SPIKE, math.nan if norm is None else norm)
+            for scale, flag, norm in expected
         ]
     )
-    assert history.has_norm.tolist() == [norm is not None for _, _, norm, _ in expected]
+    assert history.has_norm.tolist() == [norm is not None for _, _, norm in expected]
 
 
-def check_policy(kernels: Any, device: torch.device, policy: str) -> None:
+def check_limits(kernels: Any, device: torch.device, limits: str) -> None:
     """Compares random updates, every other one behind a check, with those of the model."""
-    model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    model = ScaleModel(3.0, 1, FACTORS, LIMITS[limits])
     kept = LossScale(model.limits)
     words = kept.words_on(device)
     # Near the end of the ring, so that it wraps around.
     ahead = layout.RING_STEPS - 20
     words[layout.STEPS] = model.steps = ahead
-    model.history = [(0.0, 0.0, None, math.nan)] * ahead
+    model.history = [(0.0, 0.0, None)] * ahead
     words[layout.RING :][: ahead * layout.RING_WORDS] = 0
     scale = torch.tensor(model.scale, device=device)
     tracker = torch.tensor(model.tracker, dtype=torch.int32, device=device)
-    peaks = random_peaks(80, model.limits)
-    for turn, (found, norm) in enumerate(random_steps(80, len(policy), spikes=True)):
-        peak = peaks[turn]
-        riding = turn % 2 == 0 and peak is None
+    for turn, (found, norm) in enumerate(random_steps(80, len(limits), spikes=True)):
+        riding = turn % 2 == 0
         norm = None if riding else norm
         infinite = riding and found == 1
         update = update_of(kept, scale, tracker, found, norm)
         if infinite:
             update = update._replace(found_infs=())
-        propose(kept, update, peak)
         if riding:
             ending = kernels.ending(update)
             value = math.nan if infinite else 1.0
@@ -381,8 +288,7 @@ def check_policy(kernels: Any, device: torch.device, policy: str) -> None:
             assert ending.applied
         else:
             assert kernels.update(update)
-        conclude(kept)
-        model.update(found, norm, peak or 0.0)
+        model.update(found, norm)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if turn % 17 == 16:
             model.scale = 6.0

@@ -298,8 +298,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
     grown = (wide * growth_factor).to(tl.float32)
     grown = tl.where(_magnitude(grown) < 0x7F800000, grown, before)
     grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & ~skipped
-    if state_ptr is not None:
-        proposal = _float_at(state_ptr + _STATE.PROPOSAL)
     scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     if state_ptr is not None:
         one = skipped.to(tl.int64)
@@ -314,7 +312,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         refills = grows | (refills_each & ~spiked)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
-        scale = tl.where((proposal > 0.0) & ~spiked, proposal, scale)
         # A scale set beyond the limits is not moved the wrong way.
         too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
         too_low = (scale < before) & (min_scale > 0) & (scale < min_scale)
@@ -348,7 +345,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         tl.store(entry_ptr + _STATE.RING_STATUS, status)
         tl.store(entry_ptr + _STATE.RING_NORM, norm)
         tl.store(state_ptr + word, counted)
-        tl.store(state_ptr + _STATE.PROPOSAL, one * 0)
     tl.debug_barrier()
     tl.store(scale_ptr, tl.where(spiked, before, scale))
     tracked = tl.where(found | grows, 0, tracker + 1)
