@@ -125,6 +125,8 @@ lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(RUN) tools/words.py
+	@! grep -rnE --include=*.py '\btorch\.(zeros|ones|empty|full|tensor)\(|\.new_(zeros|ones|empty|full|tensor)\(' \
+		ampfast || { echo "allocate tensors by ampfast.backends.scalars.allocate" >&2; exit 1; }
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(OTHER_CPP)
 
 types: | $(READY)  ## the part that needs torch

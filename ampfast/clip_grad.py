@@ -14,7 +14,7 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Kernels, core
 from ampfast.backends.core import Clip, Factor, Pass
-from ampfast.backends.scalars import moved, widest
+from ampfast.backends.scalars import allocate, moved, widest
 from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
@@ -246,7 +246,8 @@ def _clip_of(
     kernels: Kernels, grads: core.GradList, order: float, limit: float, is_wide: bool = False
 ) -> Clip:
     """A clipping of gradients, which are measured; its norm is float64 if one is, or on request."""
-    sums = torch.empty(2, dtype=torch.float64, device=grads.device)
+    sums = allocate(torch.empty, 2, dtype=torch.float64, device=grads.device)
     kernels.run(grads, _READS._replace(sums=sums))
-    norm = torch.empty((), dtype=_WIDE[grads.has_float64 or is_wide], device=grads.device)
+    dtype = _WIDE[grads.has_float64 or is_wide]
+    norm = allocate(torch.empty, (), dtype=dtype, device=grads.device)
     return Clip(sums.unsqueeze(0), limit, order == math.inf, norm)

@@ -14,7 +14,15 @@ from ampfast import gradients
 from ampfast.backends import Choice, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, is_scalar
 from ampfast.backends.core import share_memory as lists_share_memory
-from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
+from ampfast.backends.scalars import (
+    allocate,
+    any_found,
+    inverse,
+    joint_flag,
+    moved,
+    new_flag,
+    widest,
+)
 from ampfast.backends.torch_ops import TensorList, p_norm
 from ampfast.distributed import Agreement, marks_of
 from ampfast.errors import float_of
@@ -97,8 +105,8 @@ def measure(
     place = lists[0].device if lists else device
     device = place if spikes is None else device
     dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
-    norm = torch.empty((), dtype=dtype, device=device)
-    coefficient = torch.empty((), dtype=widest(device), device=device)
+    norm = allocate(torch.empty, (), dtype=dtype, device=device)
+    coefficient = allocate(torch.empty, (), dtype=widest(device), device=device)
     sums = _sums_of_all(terms, order, device, agreement)
     flag = None if spikes is None else _joint(terms, device)
     given = None if divisor is None else scale
@@ -135,7 +143,7 @@ def _sums_of_all(
     wide, flags = widest(device), [term.flags for term in terms]
     if order in FUSED_ORDERS:
         counted = [each for term in terms for each in term.counted]
-        counted = counted or [torch.zeros(2, dtype=wide, device=device)]
+        counted = counted or [allocate(torch.zeros, 2, dtype=wide, device=device)]
         if len(counted) == 1 and counted[0].device == device:
             sums = counted[0].unsqueeze(0)
         else:
@@ -146,7 +154,7 @@ def _sums_of_all(
         mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
         flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)
     else:
-        norms = [torch.zeros((), dtype=wide, device=device)]
+        norms = [allocate(torch.zeros, (), dtype=wide, device=device)]
         norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
         total = torch.linalg.vector_norm(torch.stack(norms), order)
         if agreement is not None:

@@ -91,8 +91,10 @@ class Diagnostics(Passes):
         if not self._enabled:
             return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
         if self._scale is None or self._growth_tracker is None:
-            scale = torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")
-            tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32, device="cpu")
+            here = {"device": torch.device("cpu")}
+            scale = scalars.allocate(torch.tensor, self.get_scale(), dtype=torch.float32, **here)
+            began = self._init_growth_tracker
+            tracker = scalars.allocate(torch.tensor, began, dtype=torch.int32, **here)
         else:
             scale, tracker = self._scale, self._growth_tracker
             refuse_capture("counts that the host reads", "read them after the replay")

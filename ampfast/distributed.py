@@ -35,6 +35,7 @@ Value = TypeVar("Value")
 _marks: dict[Tensor, tuple[int, ...]] = {}
 # Placement classes that a warning has named.
 _warned: set[type] = set()
+_INT64: Any = {"dtype": torch.int64, "device": "cpu"}
 # Larger than any number of ranks; a sum over all ranks is exact in float64.
 _FOUND = 2**32
 
@@ -183,7 +184,8 @@ class Group:
             return dist.get_process_group_ranks(self.process_group)
         if not dist.is_initialized():
             return list(range(self.size()))
-        ranks: list[int] = self.gather(torch.tensor(dist.get_rank())).tolist()
+        rank = scalars.allocate(torch.tensor, dist.get_rank(), **_INT64)
+        ranks: list[int] = self.gather(rank).tolist()
         return ranks
 
     def rank(self) -> int:
@@ -210,7 +212,8 @@ class Group:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Returns every rank's tensor, stacked."""
-        rows = tensor.new_zeros((self.size(), *tensor.shape))
+        shape = self.size(), *tensor.shape
+        rows = scalars.allocate(torch.zeros, shape, dtype=tensor.dtype, device=tensor.device)
         rows[self.process_group.rank()] = tensor
         self.all_reduce_(rows, dist.ReduceOp.SUM)
         return rows
@@ -218,8 +221,8 @@ class Group:
     def gather_object(self, value: Value) -> list[Value]:
         """Returns every rank's value, which can be pickled."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor(len(data))).tolist()
-        rows = self.gather(torch.cat([data, data.new_zeros(max(sizes) - len(data))]))
+        sizes = self.gather(scalars.allocate(torch.tensor, len(data), **_INT64)).tolist()
+        rows = self.gather(torch.nn.functional.pad(data, (0, max(sizes) - len(data))))
         pickles = (row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
         return [pickle.loads(each) for each in pickles]
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, core
 from ampfast.backends.core import Factor, Pass
+from ampfast.backends.scalars import allocate, new_flag
 from ampfast.backends.torch_ops import TensorList
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
@@ -102,9 +103,9 @@ class _Table:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.rows = torch.zeros(_ROWS, 2, dtype=torch.float64, device=device)
+        self.rows = allocate(torch.zeros, _ROWS, 2, dtype=torch.float64, device=device)
         self._run = backends.choose().kernels_for(device).run
-        flag = torch.zeros((), device=device)
+        flag = new_flag(device)
         # Made at once, as a view for each read takes as long as the read.
         self._passes = [
             Pass(False, Factor.NONE, found_inf=flag, accumulate=False, sums=row)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ampfast import backends, clipping, gradients
 from ampfast.backends import core, torch_ops
 from ampfast.backends.core import Factor, Pass, Update
+from ampfast.backends.scalars import allocate, new_flag
 from ampfast.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from ampfast.distributed import LocalShards, Ranks
 
@@ -82,7 +83,7 @@ def grad_norm(
     if inv_scale is not None:
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
-    place = first if isinstance(first, Tensor) else torch.zeros(())
+    place = first if isinstance(first, Tensor) else new_flag(None)
     tensors, shards = _local(grads, place, "the first")
     if shards is not None:
         return _grad_norm(list(grads), order, inv_scale, tensors, shards)
@@ -152,9 +153,10 @@ def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | Non
 
 @_grad_norm_op.register_fake
 def _grad_norm_fake(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    first = torch.zeros(()) if inv_scale is None else inv_scale
+    first = new_flag(None) if inv_scale is None else inv_scale
     wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
-    return [*grads, first][0].new_empty((), dtype=torch.float64 if wide else torch.float32)
+    dtype = torch.float64 if wide else torch.float32
+    return allocate(torch.empty, (), dtype=dtype, device=[*grads, first][0].device)
 
 
 @torch.library.custom_op("ampfast::update_scale_", mutates_args=("current_scale", "growth_tracker"))

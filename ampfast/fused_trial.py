@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampfast.backends.scalars import allocate
+
 # torch's fused operators as they are now, since others may replace them.
 operators = attrgetter("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 
@@ -74,10 +76,13 @@ def _try(
     device: torch.device,
     options: dict[str, Any],
 ) -> str | None:
-    ramp = torch.arange(64, dtype=torch.float32, device=device)
+    ramp = allocate(torch.arange, 64, dtype=torch.float32, device=device)
     start, gradient = (1 + ramp / 64).to(dtype), (4 + ramp / 16).to(dtype)
     gradient[::2].neg_()
-    zero, one, two = (torch.full((), value, device=device) for value in (0.0, 1.0, 2.0))
+    zero, one, two = (
+        allocate(torch.full, (), value, dtype=torch.float32, device=device)
+        for value in (0.0, 1.0, 2.0)
+    )
 
     def make(grad: Tensor, **which: Any) -> Any:
         param = start.clone()

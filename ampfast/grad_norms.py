@@ -68,9 +68,9 @@ class NormHistory:
     """Norms of an optimizer's parameters in the last steps, on a device."""
 
     def __init__(self, parameters: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._norms = torch.zeros(STEPS, parameters, dtype=torch.float32, device=device)
-            self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        shape = STEPS, parameters
+        self._norms = scalars.allocate(torch.zeros, shape, dtype=torch.float32, device=device)
+        self._count = scalars.allocate(torch.zeros, 1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def append(self, squares: Sequence[Tensor]) -> None:
@@ -84,7 +84,9 @@ class NormHistory:
         """Returns a history for other parameters, `moves` of which, (from, to), are these."""
         history = NormHistory(parameters, self._norms.device)
         history._norms.fill_(torch.nan)  # of steps before a parameter joined nothing is known
-        old, new = torch.tensor(moves, device=self._norms.device).unbind(1)
+        device = self._norms.device
+        pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
+        old, new = pairs.unbind(1)
         history._norms[:, new] = self._norms[:, old]
         history._count.copy_(self._count)
         return history

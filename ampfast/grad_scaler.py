@@ -673,7 +673,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if str(dev) != "cpu":
             refuse_capture("the creation of the scale, which every replay would reset")
-        super()._lazy_init_scale_growth_tracker(dev)
+        with torch.inference_mode(False):
+            super()._lazy_init_scale_growth_tracker(dev)
         if self._scale is not None:
             self._loss_scale.words_on(self._scale.device)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import copies_of, inverse, largest, moved, widest
+from ampfast.backends.scalars import allocate, copies_of, inverse, largest, moved, new_flag, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards, Ranks
 from ampfast.errors import add_note
@@ -98,7 +98,7 @@ class Gradients:
             if sums is not None or not reduces:
                 row = own_row
                 if row is None:
-                    row = torch.empty(2, dtype=widest(device), device=device)
+                    row = allocate(torch.empty, 2, dtype=widest(device), device=device)
                 rows.append(row)
             if ending is not None and ending.scale.device != device:
                 ending = None  # the scale is on another GPU
@@ -253,7 +253,7 @@ def _refusal(group: int, index: int, param: object) -> Exception:
 def _not_a_tensor(param: object) -> Exception:
     """Returns torch's own error, whose text depends on the version."""
     optimizer: Any = SimpleNamespace(param_groups=[{"params": [param]}])
-    unused = torch.ones(())
+    unused = new_flag(torch.device("cpu"))
     try:
         TorchGradScaler("cpu")._unscale_grads_(optimizer, unused, unused, False)
     except Exception as error:

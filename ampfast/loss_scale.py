@@ -249,7 +249,8 @@ class LossScale:
         *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
         if self.watch is not None:
             self.watch.report(counters, self.limits)
-        read = scalars.float_of(torch.tensor(scale_word, device="cpu")).item()
+        word = scalars.allocate(torch.tensor, scale_word, dtype=torch.int64, device="cpu")
+        read = scalars.float_of(word).item()
         counts = {name: counters[getattr(layout, name.upper())] for name in _COUNTS}
         return ScalerStats(**counts, scale=read, growth_tracker=tracker)
 
@@ -311,14 +312,15 @@ class LossScale:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, words=None)
         if state["words"] is not None:
-            given = torch.tensor(state["words"], dtype=torch.int64, device="cpu")
+            given = scalars.allocate(torch.tensor, state["words"], dtype=torch.int64, device="cpu")
             self.words_on(given.device)[: len(given)] = given
 
     def _new_words(self) -> Tensor:
-        words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")
+        words = scalars.allocate(torch.zeros, layout.STATE_WORDS, dtype=torch.int64, device="cpu")
         limits = {layout.MIN_SCALE: self.limits.min_scale, layout.MAX_SCALE: self.limits.max_scale}
         for word, limit in limits.items():
-            given = torch.tensor(limit or 0.0, dtype=torch.float32, device="cpu")
+            number = limit or 0.0
+            given = scalars.allocate(torch.tensor, number, dtype=torch.float32, device="cpu")
             words[word] = scalars.word_of(given)
         words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
         words[layout.REFILLS_ON_FINITE_STEPS] = int(self.limits.hysteresis_refill == "finite_step")

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ampfast import backends, gradients
 from ampfast.backends import TORCH_OPS, core, torch_ops
 from ampfast.backends.core import Factor, Pass
-from ampfast.backends.scalars import copies_of, moved
+from ampfast.backends.scalars import allocate, copies_of, moved
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled, refuse_differentiable, warn_caller
 
@@ -201,7 +201,7 @@ class MasterWeights(torch.optim.Optimizer):
                 )
             if _fits(param) and param not in masters:
                 # torch loads state in the dtype of what it belongs to; this takes no memory.
-                one = torch.empty((), dtype=torch.float32, device=param.device)
+                one = allocate(torch.empty, (), dtype=torch.float32, device=param.device)
                 masters[param] = one.expand(param.shape)
         _warn_of_rounded(self, saved, weights)
         swap = _Swap(self)

@@ -157,9 +157,8 @@ class Histories:
                 words = saved if len(saved) == rule._words else words
             elif history is not None and history.numel() == rule._words:
                 words = history.tolist()
-            with torch.inference_mode(False):
-                dtype = scalars.widest(norm.device)
-                history = torch.tensor(words, dtype=dtype, device=norm.device)
+            dtype = scalars.widest(norm.device)
+            history = scalars.allocate(torch.tensor, words, dtype=dtype, device=norm.device)
             self._histories.record(optimizer, history)
         # Rounded, so that all ranks take the same limit.
         norm = norm.detach().float().to(history.dtype).reshape(())
@@ -180,7 +179,7 @@ class Histories:
             words = self._loaded.pop(0) if self._loaded else []
             fits = len(words) == history.numel()
             words = words if fits else [0.0] * history.numel()
-            history.copy_(torch.tensor(words, dtype=history.dtype, device="cpu"))
+            history.copy_(scalars.allocate(torch.tensor, words, dtype=history.dtype, device="cpu"))
             self._histories.record(optimizer, history)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampfast import backends, clipping, distributed, gradients, tracking
+from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, clip_to, riding
 from ampfast.errors import add_note, warn_caller
 from ampfast.hooks import Methods
@@ -266,7 +267,7 @@ class Passes(TorchGradScaler):
             terms, defers = self._unscaled_first(optimizers, turns, left), [False] * len(terms)
         divisor = None
         if left is not None and any(defers):
-            divisor = torch.empty((), dtype=torch.float32, device=left.device)
+            divisor = scalars.allocate(torch.empty, (), dtype=torch.float32, device=left.device)
         agreement = self._agreement(*(term.grads for term in terms))
         clipping.require_writable(terms, defers)
         if left is not None and clipping.unscale_as_read(terms, order, limit):

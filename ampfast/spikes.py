@@ -270,5 +270,4 @@ def _words_of(saved: _Saved, window: int, patience: int, device: torch.device) -
     words = [0.0] * norm_layout.RING + last + [0.0] * (window - len(last))
     for name, number in header.items():
         words[getattr(norm_layout, name)] = float(number)
-    with torch.inference_mode(False):
-        return torch.tensor(words, dtype=scalars.widest(device), device=device)
+    return scalars.allocate(torch.tensor, words, dtype=scalars.widest(device), device=device)

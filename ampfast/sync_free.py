@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampfast import fused_trial
+from ampfast.backends.scalars import allocate
 from ampfast.capture import refuse_capture
 from ampfast.errors import refuse_differentiable
 
@@ -127,7 +128,7 @@ def _try_step(
     kind: type[torch.optim.Optimizer], group: dict[str, Any], param: Tensor, where: str
 ) -> None:
     """Steps a one-element parameter like `param`, since kernels differ between torch versions."""
-    trial = torch.zeros(1, dtype=param.dtype, device=param.device)
+    trial = allocate(torch.zeros, 1, dtype=param.dtype, device=param.device)
     if hasattr(param, "device_mesh"):
         from torch.distributed.tensor import DTensor, Replicate
 

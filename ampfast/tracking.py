@@ -324,7 +324,8 @@ class _Record:
         rows = {param: row for row, param in enumerate(last.params)}
         moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
         for device, marks in last.marks.items() if moves else ():
-            old, new = torch.tensor(moves, device=device).unbind(1)
+            pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
+            old, new = pairs.unbind(1)
             self.marks_on(device).index_copy_(0, new, marks[old])
         if moves and last.norms is not None:
             self.norms = last.norms.taken(moves, len(self.places))
@@ -339,7 +340,8 @@ class _Record:
         if device not in self.marks:
             refuse_capture("the creation of tracking tables")
             shape = len(self.places), MARK_WORDS
-            self.marks[device] = torch.zeros(shape, dtype=torch.int64, device=device)
+            marks = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
+            self.marks[device] = marks
         return self.marks[device]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ampfast.backends.scalars import allocate
 from ampfast.errors import add_note
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def begin(turns: list[Turn], agreement: Agreement | None = None) -> None:
     come: whatever ends that pass early, neither a retry nor a step takes gradients that are half
     written. A clip agrees before, so its interrupt is this rank's alone.
     """
-    flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in turns]
+    flags = [allocate(torch.ones, (), dtype=torch.float32, device="cpu") for _ in turns]
     for turn, flag in zip(turns, flags, strict=True):
         if agreement is not None:
             turn.agreement = agreement

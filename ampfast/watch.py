@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampfast.backends.scalars import allocate
 from ampfast.hooks import replace_method
 from ampfast.late_backward import visited
 
@@ -47,7 +48,7 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if flat.is_floating_point() and flat.element_size() > 1:
         flat = flat.where(flat == flat, math.nan)
-    total = torch.full((), len(flat), device=flat.device)
+    total = allocate(torch.full, (), len(flat), dtype=torch.int64, device=flat.device)
     bits = flat.contiguous().view(_INTEGERS[flat.element_size()])
     for number, part in enumerate(bits.split(_CHUNK)):
         places = torch.arange(len(part), device=part.device) + (number * _CHUNK + 1)

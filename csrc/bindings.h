@@ -31,6 +31,7 @@ auto without_gil_if_long(const GradList& grads, const Kernel& kernel) {
 
 template <class T>
 at::Tensor new_scalar(T value) {
+  const c10::InferenceMode usual(false);
   at::Tensor tensor = at::detail::empty_cpu({}, c10::CppTypeToScalarType<T>::value);
   *tensor.mutable_data_ptr<T>() = value;
   return tensor;

@@ -1,6 +1,5 @@
 #include "device_kernels.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <array>
@@ -114,14 +113,14 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, PyObject* tuple) {
     if (pass[Pass::kClip] != Py_None) {
       clip_on(launcher, pass[Pass::kClip]);
     }
-    return given != nullptr ? *given : at::zeros({}, options);
+    return given != nullptr ? *given : allocated({}, options).zero_();
   }
   const OnDevice here(list.device());
-  const at::Tensor flag = given != nullptr ? *given : at::empty({}, options);
+  const at::Tensor flag = given != nullptr ? *given : allocated({}, options);
   const py::object ending = py::reinterpret_borrow<py::object>(pass[Pass::kEnding]);
   py::object copy = py::reinterpret_borrow<py::object>(pass[Pass::kFactorCopy]);
   if (!ending.is_none() && pass.how == Factor::kDivide) {
-    copy = wrapped(at::empty({}, options));
+    copy = wrapped(allocated({}, options));
     ending.attr("divisor") = copy;
   }
   launch(launcher, list,

@@ -1,7 +1,6 @@
 #include "device_table.h"
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/order_preserving_flat_hash_map.h>
 
@@ -96,7 +95,7 @@ at::Tensor header_of(const c10::Stream& stream, bool capturing) {
   auto& [unused, of_streams] = headers[stream.device()];
   if (!capturing && (!unused.defined() || unused.size(0) < kHeaders / 2)) {
     const at::TensorOptions options(at::kLong);
-    unused = at::zeros({kHeaders, kHeaderWords}, options.device(stream.device()));
+    unused = allocated({kHeaders, kHeaderWords}, options.device(stream.device())).zero_();
     keep_for_graphs(unused);
     // Any stream may be the first to take one.
     c10::impl::VirtualGuardImpl(stream.device_type()).synchronizeStream(stream);
@@ -126,9 +125,9 @@ std::shared_ptr<DeviceTable> made(const GradList& grads, const at::Tensor& heade
   table->header = header;
   const at::TensorOptions options(at::kLong);
   table->source = table->words =
-      at::empty({static_cast<int64_t>(words.size())}, options.pinned_memory(!device.is_cpu()));
+      allocated({static_cast<int64_t>(words.size())}, options.pinned_memory(!device.is_cpu()));
   std::memcpy(table->words.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
-  table->partials = at::empty({chunks}, options.dtype(at::kDouble).device(device));
+  table->partials = allocated({chunks}, options.dtype(at::kDouble).device(device));
   ++tables_made;
   return table;
 }

@@ -5,6 +5,7 @@
 // What nearly all files use.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -206,6 +207,12 @@ struct Reading {
   py::object local_shard_of = py::none();
   Casts* casts = nullptr;  // unless null, begin
 };
+
+// A tensor that may be written outside of inference mode, too; its values are not set.
+inline at::Tensor allocated(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const c10::InferenceMode usual(false);
+  return at::empty(sizes, options);
+}
 
 // What a walk over an optimizer's parameters has found, in order.
 struct Walk {

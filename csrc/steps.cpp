@@ -365,9 +365,9 @@ at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& 
   const GradList& list = gradients.list();
   const at::TensorOptions wide = at::TensorOptions(at::kDouble).device(over.device);
   const at::Tensor* given = pass.tensor(Pass::kSums);
-  const at::Tensor sums = given != nullptr ? *given : at::empty({2}, wide);
-  const at::Tensor norm = at::empty({}, list.has_float64() ? wide : wide.dtype(at::kFloat));
-  const py::object coefficient = py::cast(at::empty({}, wide));
+  const at::Tensor sums = given != nullptr ? *given : allocated({2}, wide);
+  const at::Tensor norm = allocated({}, list.has_float64() ? wide : wide.dtype(at::kFloat));
+  const py::object coefficient = py::cast(allocated({}, wide));
   mark.put(over.unscaled);
   gradients.walk->bump_versions();
   const py::object measures = with_fields(over.pass, {{Pass::kSums, py::cast(sums).ptr()}});

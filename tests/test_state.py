@@ -169,3 +169,28 @@ def test_repr_without_a_wait_of_the_host() -> None:
 
 def test_the_package_lists_its_public_names_alone() -> None:
     assert set(dir(ampfast)) == set(ampfast.__all__)
+
+
+# What is made in inference mode
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("kind", ["plain", "fused", "sparse"])
+@pytest.mark.parametrize("limit", [None, ampfast.Percentile(100), ampfast.ZScore()], ids=str)
+@pytest.mark.parametrize("track", [None, "overflow", "norms"])
+def test_a_first_step_in_inference_mode(track: Any, limit: Any, kind: str, backend: str) -> None:
+    """Later steps write what it made; torch's own scale cannot be written then."""
+    param = torch.nn.Parameter(torch.zeros(4, 2))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=kind == "fused")
+    options: Any = {"backend": backend, "track": track, "growth_interval": 1}
+    scaler = GradScaler("cpu", 8.0, **options, skip_above=None if limit else ampfast.Sigmas())
+    for step in range(3):
+        with torch.inference_mode(step == 0):
+            grad = torch.full((4, 2), float(scaler.scale(torch.ones(()))))
+            param.grad = grad.to_sparse(1) if kind == "sparse" else grad
+            if limit:
+                scaler.clip_grad_norm_(optimizer, limit)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(param.detach(), torch.full((4, 2), -3.0))
+    assert scaler.get_scale() == 64

@@ -17,10 +17,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ampfast.backends import core, torch_ops
+from ampfast.backends import core, scalars, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, compiled
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
 from ampfast.errors import require_one_of
 
@@ -314,14 +313,14 @@ def _what_triton_lacks() -> str:
 def _try_out(name: str, device: torch.device) -> str:
     if hasattr(_launcher(name), "load") and device.type == "cuda":
         _launcher(name).load(device)
-    gradient = torch.full((3,), 8.0, dtype=torch.float32, device=device)
-    scale = torch.full((), 4.0, dtype=torch.float32, device=device)
+    gradient = scalars.allocate(torch.full, (3,), 8.0, dtype=torch.float32, device=device)
+    scale = scalars.allocate(torch.full, (), 4.0, dtype=torch.float32, device=device)
     grads = core.list_of([gradient], device)
     if grads is None:
         raise RuntimeError("tensors are not plain here")
     found_inf = _kernels(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
     # A copy that the sync debug mode of torch allows.
-    seen, arrival = copy_to_host_async(torch.cat([gradient, found_inf.reshape(1)]))
+    seen, arrival = scalars.copy_to_host_async(torch.cat([gradient, found_inf.reshape(1)]))
     if arrival is not None:
         arrival.synchronize()
     if seen.tolist() != [2.0, 2.0, 2.0, 0.0]:

@@ -27,9 +27,23 @@ def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
     return torch.complex64 if is_complex else torch.float32
 
 
+def allocate(
+    make: Callable[..., Tensor],
+    *args: Any,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    **options: Any,
+) -> Tensor:
+    """Returns `make(*args)` as a tensor that may be written outside of inference mode, too."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make(*args, dtype=dtype, device=device, **options)
+    return make(*args, dtype=dtype, device=device, **options)
+
+
 def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns a new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
-    found = torch.zeros((), dtype=torch.float32, device=device)
+    found = allocate(torch.zeros, (), dtype=torch.float32, device=device)
     for flag in flags:
         found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
     return found
@@ -37,7 +51,7 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns a new flag as `any_found`, but `SPIKE` if all that are not 0 are spikes'."""
-    joint = torch.zeros((), dtype=torch.float32, device=device)
+    joint = new_flag(device)
     for flag in flags:
         here = moved(flag, device).reshape(()).abs()
         here = torch.where(leaves_scale(here), here.clamp(max=SPIKE), 1.0)
@@ -55,7 +69,7 @@ def largest(values: list[Tensor], device: torch.device) -> Tensor:
     here = [moved(value, device).reshape(()) for value in values]
     if len(here) == 1:
         return here[0]
-    none = torch.zeros((), dtype=widest(device), device=device)
+    none = allocate(torch.zeros, (), dtype=widest(device), device=device)
     return torch.stack([none, *here]).amax()
 
 
@@ -66,9 +80,9 @@ def inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal()
 
 
-def new_flag(device: torch.device) -> Tensor:
-    """Returns a new 0-dim float32 flag that is 0."""
-    return torch.zeros((), dtype=torch.float32, device=device)
+def new_flag(device: torch.device | None) -> Tensor:
+    """Returns a new 0-dim float32 flag that is 0, on torch's default device for None."""
+    return allocate(torch.zeros, (), dtype=torch.float32, device=device)
 
 
 def copies_of(scalar: Tensor | None) -> Callable[[torch.device], Tensor | None]:
@@ -92,7 +106,7 @@ def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]
     """
     if not tensor.is_cuda:
         return tensor, None
-    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    buffer = allocate(torch.empty, tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     with torch.cuda.device(tensor.device):
         buffer.copy_(tensor, non_blocking=True)
         arrival = torch.cuda.Event()

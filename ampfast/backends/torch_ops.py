@@ -24,7 +24,7 @@ from ampfast.backends.core import (
     norm_layout,
     state_layout,
 )
-from ampfast.backends.scalars import inverse, moved, new_flag, widest
+from ampfast.backends.scalars import allocate, inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 from ampfast.errors import add_note
 
@@ -226,7 +226,7 @@ def _may_overflow(factor: Tensor, divides: bool) -> bool:
 
 
 def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
+    return allocate(torch.ones, (), dtype=torch.float32, device=device)
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -313,14 +313,16 @@ class _State:
     tracker: Tensor | None = None
     known: tuple[Any, int] | None = None
 
+    @torch.inference_mode(False)
     def __init__(self, words: Tensor) -> None:
         refuse_capture("the first update without kernels")
-        with torch.inference_mode(False):
-            # No view, which would hold the words.
-            state = torch.empty(0, dtype=torch.int64, device=words.device).set_(words)  # type: ignore[call-overload]
-            memory = state.new_zeros(3 + 2 * _COUNTED)
-            numbers = state.new_zeros(2 * (2 + 2 * _COUNTED), dtype=torch.float32)
-            self.zero, self.one = numbers.new_zeros(()), numbers.new_ones(())
+        long: Any = {"dtype": torch.int64, "device": words.device}
+        floats: Any = {**long, "dtype": torch.float32}
+        # No view, which would hold the words.
+        state = allocate(torch.empty, 0, **long).set_(words)  # type: ignore[call-overload]
+        memory = allocate(torch.zeros, 3 + 2 * _COUNTED, **long)
+        numbers = allocate(torch.zeros, 2 * (2 + 2 * _COUNTED), **floats)
+        self.zero, self.one = (allocate(torch.full, (), each, **floats) for each in (0.0, 1.0))
         self.counters, self.steps = state[:_COUNTED], state[:1]
         self.ring = state[state_layout.RING :].view(-1, state_layout.RING_WORDS)
         # The lower half of a word.
@@ -527,10 +529,8 @@ def require_unscalable(grads: TensorList) -> None:
 def _require_op(device: torch.device, dtype: torch.dtype) -> None:
     """Raises torch's error if its op does not take plain tensors of a dtype."""
     with _disable_current_modes():
-        one = torch.ones((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            [one.new_empty(0, dtype=dtype)], torch.zeros_like(one), one
-        )
+        none = allocate(torch.empty, 0, dtype=dtype, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_([none], new_flag(device), _one(device))
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
@@ -551,7 +551,8 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
     Returns:
         Two elements, float64 where the device has it.
     """
-    sums = torch.empty(2, dtype=widest(grads[0].device), device=grads[0].device)
+    device = grads[0].device
+    sums = allocate(torch.empty, 2, dtype=widest(device), device=device)
     how = Factor.NONE if inv_scale is None else Factor.TIMES
     run(TensorList.of(grads), Pass(False, how, inv_scale, sums=sums))
     return sums
@@ -570,7 +571,8 @@ def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tenso
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()  # of a DTensor
     elif type(norm) is not Tensor:
-        norm = torch.tensor(norm.item(), device=grad.device)  # of an unknown subclass
+        # Of an unknown subclass.
+        norm = allocate(torch.tensor, norm.item(), dtype=widest(grad.device), device=grad.device)
     return norm.to(widest(grad.device))
 
 
@@ -638,7 +640,8 @@ def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> N
 
 def _by_parameter(marks: Tensor, numbers: Iterable[int], values: Tensor) -> Tensor:
     """A value for each row of marks, 0 where its parameter is none of `numbers`."""
-    rows = [values.new_zeros(())] * len(marks)
+    zero = allocate(torch.zeros, (), dtype=values.dtype, device=values.device)
+    rows = [zero] * len(marks)
     for number, value in zip(numbers, values.unbind(), strict=True):
         rows[number] = value
     return torch.stack(rows)
@@ -654,7 +657,7 @@ def _local(grad: Tensor) -> Tensor:
     """Values of a gradient on this rank: the shard of a DTensor, none of other subclasses."""
     local = grad.to_local() if hasattr(grad, "to_local") else grad
     if type(local) is not Tensor:
-        return torch.empty(0)
+        return allocate(torch.empty, 0, dtype=torch.float32, device="cpu")
     return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local.detach()
 
 
