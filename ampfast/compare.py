@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
-import socket
 import subprocess
 import sys
 import tempfile
-from itertools import product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from ampfast.report import figure_of
 from ampfast.watch import is_first_rank
 
-SCHEMA = 2
+SCHEMA = 3
 # Updates of the second run with torch's scaler, which tells whether torch's repeats itself.
 _SHORT = 20
 # Share of a step below which a scaler does not matter.
 _SMALL = 0.02
 # From which ratio of the runs' steps, without the scalers, on times tell nothing.
 _NOISY = 1.5
-# Bytes of standard input for a run, and the seconds until its first one.
-_MOST_INPUT, _INPUT_WAIT = 2**26, 1.0
 
 _NO_SCALER = (
     "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
@@ -81,9 +75,7 @@ def run(
     """
     called = [*(["-m"] if is_module else []), program, *arguments]
     try:
-        with tempfile.TemporaryFile() as given:
-            _keep_input(given)
-            facts, theirs, ours = _compared(called, steps, given)
+        facts, theirs, ours = _compared(called, steps)
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
@@ -96,32 +88,28 @@ def run(
 
 
 def _compared(
-    called: list[str], steps: int | None, given: IO[bytes]
+    called: list[str], steps: int | None
 ) -> tuple[dict[str, Any], list[_Record], list[_Record]]:
     """Runs the program; returns what is printed, and the first runs of each scaler."""
-    theirs, ours = (_records(called, number, steps, given) for number in (1, 2))
-    # Where one of several threads ends the run, the other ones are somewhere.
-    is_cut = steps is not None and _has_threads(theirs, ours)
-    is_whole = is_cut or len(ours) == len(theirs)
-    ours = _matched(theirs, ours, is_cut)
-    differences = _differences(theirs, ours, is_cut)
+    theirs, ours = (_records(called, number, steps) for number in (1, 2))
+    differences = _differences(theirs, ours)
     first = _first(differences)
     longest = max(record["steps"] for record in theirs)
     # All ranks must end at the same step, and one does not know what another found.
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     short = min(longest, max(_SHORT, first or 0)) if is_alone else longest
-    stop, is_short = (short, True) if short < longest else (steps, is_cut)
-    is_equal = is_whole and first is None
-    ours_again = ours
-    if not (is_equal and is_alone):
-        # Before torch's, so that each has had an even and an odd place among the runs.
-        ours_again = _matched(ours, _records(called, 4, stop, given), is_short)
-    again = _matched(theirs, _records(called, 3, stop, given), is_short)
+    is_short = short < longest
+    stop = short if is_short else steps
+    is_equal = len(ours) == len(theirs) and first is None
+    # Before torch's, so that each has had an even and an odd place among the runs.
+    ours_again = ours if is_equal and is_alone else _records(called, 4, stop)
+    again = _records(called, 3, stop)
     broken, ours_broken = (
         _first(_differences(one, other, is_short))
         for one, other in ((theirs, again), (ours, ours_again))
     )
     is_broken = min(broken or math.inf, ours_broken or math.inf) <= (first or longest)
+    again += theirs[len(again) :]  # scalers that a short run does not reach
     scalers = [
         {"torch": _short(a), "ampfast": _short(b), "again": _short(c), "first_differences": each}
         for a, b, c, each in zip(theirs, ours, again, differences, strict=False)
@@ -130,7 +118,6 @@ def _compared(
         "schema": SCHEMA,
         "program": called,
         "verdict": "equal" if is_equal else "not repeatable" if is_broken else "different",
-        "are_weights_compared": not is_cut,
         "torch_again": {"steps": short, "first_difference": broken},
         "ampfast_again": None if is_equal else ours_broken,
         "scalers": scalers,
@@ -145,48 +132,7 @@ def _short(record: _Record) -> _Record:
     return {**facts, "losses": len(record["values"]["losses"])}
 
 
-def _has_threads(*runs: list[_Record]) -> bool:
-    return any(len({thread for one in run for thread in one["threads"]}) > 1 for run in runs)
-
-
-def _matched(theirs: list[_Record], others: list[_Record], is_short: bool) -> list[_Record]:
-    """Puts the scalers of another run in the order of these, as threads may start in any order.
-
-    Each comes to the place of the one with which it agrees longest. In a short run a scaler may
-    not have begun: its place gets the record that is there.
-    """
-    pairs = [(i, i) for i in range(min(len(theirs), len(others)))]
-    if (is_short or len(others) == len(theirs)) and _has_threads(theirs, others):
-
-        def agreement(pair: tuple[int, int]) -> float:
-            i, j = pair
-            return _first(_differences([theirs[i]], [others[j]], is_short)) or math.inf
-
-        pairs = sorted(product(range(len(theirs)), range(len(others))), key=agreement, reverse=True)
-    places: dict[int, int] = {}
-    for i, j in pairs:
-        if i not in places and j not in places.values():
-            places[i] = j
-    return [
-        others[places[i]] if i in places else one
-        for i, one in enumerate(theirs)
-        if i in places or is_short
-    ]
-
-
-def _keep_input(file: IO[bytes]) -> None:
-    """Copies standard input, for every run to read from its start; nothing of a terminal."""
-    size = 0
-    if sys.stdin is not None and not sys.stdin.isatty():
-        # A pipe may stay open, without a byte, for as long as this process lives.
-        while size < _MOST_INPUT and (size or select.select([0], [], [], _INPUT_WAIT)[0]):
-            part = os.read(0, 2**16)
-            if not part:
-                break
-            size += file.write(part)
-
-
-def _records(called: list[str], number: int, stop: int | None, given: IO[bytes]) -> list[_Record]:
+def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:
     """Runs the program in a process of its own; returns what its scalers did.
 
     Even numbers are runs with ampfast's scaler, odd ones with torch's.
@@ -200,16 +146,17 @@ def _records(called: list[str], number: int, stop: int | None, given: IO[bytes])
     command += [] if is_ours else ["--keep-torch"]
     command += [] if stop is None else ["--stop", str(stop)]
     environment = dict(os.environ)
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        environment |= _own_store(number)
+    if "TORCHELASTIC_USE_AGENT_STORE" in environment:
+        # The store of torchrun has the keys of the run before.
+        port = str(int(environment["MASTER_PORT"]) + number)
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "records.json"), Path(folder, "log")
-        given.seek(0)
         with log.open("wb") as output:
             code = subprocess.run(
                 [*command, "--record", str(file), *called],
                 env=environment,
-                stdin=given,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
@@ -230,24 +177,13 @@ def _records(called: list[str], number: int, stop: int | None, given: IO[bytes])
     return updated
 
 
-def _own_store(number: int) -> dict[str, str]:
-    """Where the ranks of one run meet: torchrun's own store has the keys of the run before."""
-    key, port = f"ampfast/{number}", int(os.environ["MASTER_PORT"])
-    connect: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
-    store = connect(os.environ["MASTER_ADDR"], port, is_master=False)
-    if is_first_rank():
-        with socket.socket() as unused:
-            unused.bind(("", 0))
-            store.set(key, str(unused.getsockname()[1]))
-    return {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": store.get(key).decode()}
-
-
 def _differences(
-    theirs: list[_Record], ours: list[_Record], is_short: bool
+    theirs: list[_Record], ours: list[_Record], is_short: bool = False
 ) -> list[dict[str, tuple[int, str, str]]]:
     """By scaler and kind of value: the first step that differs, and both values.
 
-    Of a short run, whatever it has is compared, but not the weights at its end.
+    Scalers are compared in the order of their first use; of a short run whatever it has, but not
+    the weights at its end.
     """
     found: list[dict[str, tuple[int, str, str]]] = [{} for _ in theirs]
     together = zip if is_short else zip_longest
@@ -293,14 +229,12 @@ def describe(facts: dict[str, Any]) -> str:
         step = scaler["again"]["medians"].get("step", 0.0)
         lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})", tells)
         found = scaler["first_differences"]
-        for name in ("losses", "elements", "scales", "skips", "weights"):
-            if name == "weights" and not facts["are_weights_compared"]:
-                lines.append("weights: not compared: one thread's last step is not the others'")
-            elif name in found:
+        for name in ("losses", "scales", "skips", "weights"):
+            if name in found:
                 lines.append(f"{name}: {_apart(name, *found[name])}")
             elif name == "losses" and not scaler["torch"]["losses"]:
                 lines.append("losses: no losses seen: scale() was given none")
-            elif name != "elements":
+            else:
                 lines.append(f"{name}: equal bit for bit")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
@@ -326,9 +260,8 @@ def describe(facts: dict[str, Any]) -> str:
 def _apart(name: str, step: int, a: str, b: str) -> str:
     if "none" in (a, b):
         return f"differ in number at step {step}: torch {a}, ampfast {b}"
-    place = {"elements": "in a loss of several", "weights": "at the end"}
-    if name in place:
-        return f"differ {place[name]}, step {step}"
+    if name == "weights":
+        return f"differ at the end, step {step}"
     if name == "skips":
         return f"differ at step {step}: {'torch' if float(a) else 'ampfast'} alone skips it"
     text = f"differ from step {step} on: torch {a}, ampfast {b}"

@@ -214,7 +214,6 @@ def _facts(record: Record, weights: int) -> dict[str, Any]:
         "steps": record.steps,
         "skipped": len({step for step, flag in record.values["skips"] if flag}),
         "waits": record.waits,
-        "threads": sorted(record.threads),
         "medians": record.medians(),
         "times": record.times,
         "values": record.values,

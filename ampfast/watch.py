@@ -69,19 +69,17 @@ class Record:
             without the optimizer's step), "gpu" (GPU time in them, none on a CPU), "step" (since
             the end of the iteration before).
         values: By name, pairs of iteration and number: "losses" (arguments of `scale`, one of many
-            elements as their sum), "elements" (checksum of this loss), "scales" (before
-            `update`), "skips" (1 for a flag that is set).
+            elements as their sum), "scales" (before `update`), "skips" (1 for a flag that is
+            set).
         waits: Numbers that the host read from the GPU in one iteration; None on a CPU.
-        threads: The threads that ended its iterations.
     """
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
         self.times: dict[str, list[float]] = {"own": [], "gpu": [], "step": []}
-        names = ("losses", "elements", "scales", "skips")
+        names = ("losses", "scales", "skips")
         self.values: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
         self.waits: int | None = None
-        self.threads: set[int] = set()
         # Of this iteration; then what is still on a device, of earlier ones, too.
         self.spent_ns, self.reads, self.end_ns = 0, 0, 0
         self.events: list[tuple[int, Any, Any]] = []
@@ -109,10 +107,7 @@ class Record:
         return visited(outputs, self._see_loss)
 
     def _see_loss(self, loss: Tensor) -> None:
-        loss = getattr(loss, "to_local", lambda: loss)().detach()
-        self._keep("losses", loss.sum())
-        if loss.numel() != 1:
-            self._keep("elements", checksum(loss))
+        self._keep("losses", getattr(loss, "to_local", lambda: loss)().detach().sum())
 
     def see_state(self) -> None:
         """Keeps the scale and the flags that `update` is about to use."""
@@ -133,7 +128,6 @@ class Record:
         if self.events and 0 < self.steps < _WARM_UP:
             self.waits = self.reads
         self.times["own"].append(self.spent_ns / 1e3)
-        self.threads.add(threading.get_ident())
         self.spent_ns = self.reads = 0
         if len(self.tensors) + len(self.events) > _PENDING:
             self.flush()

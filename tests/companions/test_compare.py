@@ -126,6 +126,18 @@ def test_difference_with_its_step_and_picture(compared: Any, tmp_path: Path) -> 
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_ranks_of_torchrun_meet_in_each_run(tmp_path: Path) -> None:
+    group = "\ntorch.distributed.init_process_group('gloo')\nmodel = torch.nn.parallel."
+    program = ONE.replace("\none =", f"{group}DistributedDataParallel(model)\none =")
+    program += "torch.distributed.destroy_process_group()\n"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = python_in(tmp_path, program, *torchrun, "-m", "ampfast", "compare", "train.py", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The training is equal bit for bit.") == 1
+
+
 # What is said, from records as `run` writes them.
 
 
@@ -134,7 +146,6 @@ def record(losses: list[float], /, own: float = 50.0, **changed: Any) -> dict[st
     steps = len(losses)
     values = {
         "losses": [[step, loss] for step, loss in enumerate(losses)],
-        "elements": [],
         "scales": [[step, 65536.0] for step in range(steps)],
         "skips": [[step, 0.0] for step in range(steps)],
         "weights": [[steps - 1, 42]],
@@ -146,7 +157,6 @@ def record(losses: list[float], /, own: float = 50.0, **changed: Any) -> dict[st
         "steps": steps,
         "skipped": 0,
         "waits": None,
-        "threads": [1],
         "medians": {"own": own, "step": 1000.0, "share": own / 1000},
         "times": {"own": [own] * steps, "step": [], "gpu": []},
         "values": values,
@@ -163,7 +173,7 @@ def say(
     def run(*records: list[dict[str, Any]], arguments: tuple[str, ...] = ()) -> Any:
         asked = []
 
-        def recorded(called: list[str], number: int, stop: int | None, _: Any) -> Any:
+        def recorded(called: list[str], number: int, stop: int | None) -> Any:
             asked.append(stop)
             return [*records, records[1]][number - 1]  # unless given, ours repeats itself
 
@@ -172,11 +182,6 @@ def say(
         return code, capsys.readouterr().out, asked
 
     return run
-
-
-def in_threads(*losses: list[float]) -> list[dict[str, Any]]:
-    """Records of as many threads, in the order in which they met their scalers."""
-    return [record(each, threads=[number]) for number, each in enumerate(losses)]
 
 
 def of_gpu(gpu: float, waits: int) -> dict[str, Any]:
@@ -248,10 +253,6 @@ SAID = {
         *(record(FORTY), record(FORTY, weights=[[39, 7]]), 1),
         *(["weights: differ at the end, step 40"], (), (None,) * 4),
     ),
-    "elements": Said(
-        *(record(ONES, elements=[[1, 5]]), record(ONES, elements=[[1, 6]]), 1),
-        ["elements: differ in a loss of several, step 2"],
-    ),
     "more": Said(
         *(record(ONES), record(ONES, losses=[*NO_MORE, [1, 1.0], [2, 1.0]]), 1),
         ["losses: differ in number at step 2: torch none, ampfast 1.0"],
@@ -275,33 +276,6 @@ def test_what_is_said(say: Any, name: str) -> None:
     assert ("The training DIFFERS" in text) is (code == 1)
     if TELL in texts or name == "faster":
         assert not any(word in text for word in ("does not matter", "slower"))
-
-
-def test_threads_that_another_one_ends_are_compared_as_far_as_they_got(say: Any) -> None:
-    theirs = in_threads([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
-    ours, again = in_threads([5.0], [1.0, 2.0, 3.0, 4.0]), in_threads([1.0, 2.0, 3.0])
-    ours[0]["values"]["weights"] = [[0, 7]]
-    code, text, _ = say(theirs, ours, again, arguments=("--steps", "4"))
-    assert code == 0
-    assert text.count("weights: not compared: one thread's last step is not the others'\n") == 2
-
-
-@pytest.mark.parametrize("steps", [3, 30])
-def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
-    one, two, three = [1.0] * steps, [1.0] * (steps - 1), [2.0] * steps
-    theirs, again = in_threads(one, two, three), in_threads(two, three, one)
-    ours = in_threads(three, one, two)
-    code, text, _ = say(theirs, ours, again)
-    assert code == 0
-    assert text.count("equal bit for bit") == 13
-    assert "equals the first." in text
-    # What differs is beside what it is nearest to.
-    changed = in_threads([*three[:-1], 5.0], one, two)
-    code, text, _ = say(theirs, changed, again)
-    assert code == 1
-    [_, table] = text.split("scaler 3")
-    assert f"losses: differ from step {steps} on: torch 2.0, ampfast 5.0" in table
-    assert text.count("differ from") == 1
 
 
 def test_options_behind_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
