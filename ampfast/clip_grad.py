@@ -19,16 +19,10 @@ from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
 
-
-def _torchs(name: str) -> Any:
-    """torch's own function, also where an earlier import of ampfast has patched the name."""
-    named = getattr(torch.nn.utils, name)
-    return getattr(named, "_stands_for", named)
-
-
-torch_clip_grad_norm_ = _torchs("clip_grad_norm_")
-torch_get_total_norm = _torchs("get_total_norm")
-torch_clip_grads_with_norm_ = _torchs("clip_grads_with_norm_")
+# Before patch() gives the names to the functions of this module.
+torch_clip_grad_norm_: Any = torch.nn.utils.clip_grad_norm_
+torch_get_total_norm: Any = torch.nn.utils.get_total_norm
+torch_clip_grads_with_norm_: Any = torch.nn.utils.clip_grads_with_norm_
 
 _READS = Pass(False, Factor.NONE)
 _WIDE = torch.float32, torch.float64
@@ -166,20 +160,18 @@ def clip_grads_with_norm_(
     torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
 
-def _stand_in(ours: Any, torchs: Any) -> Any:
+def _stand_in(ours: Any) -> Any:
     """The same for torch's name: `unpatch()` must tell that from a name for ampfast's own."""
     made: Any = FunctionType(ours.__code__, globals(), ours.__name__, ours.__defaults__)
     made.__kwdefaults__ = ours.__kwdefaults__
     functools.update_wrapper(made, ours)
     made.__qualname__ = f"stand_in_{ours.__name__}"  # where pickle finds it
-    # Where a reloaded or newly imported ampfast finds torch's.
-    made._stands_for = torchs
     return made
 
 
-stand_in_clip_grad_norm_ = _stand_in(clip_grad_norm_, torch_clip_grad_norm_)
-stand_in_get_total_norm = _stand_in(get_total_norm, torch_get_total_norm)
-stand_in_clip_grads_with_norm_ = _stand_in(clip_grads_with_norm_, torch_clip_grads_with_norm_)
+stand_in_clip_grad_norm_ = _stand_in(clip_grad_norm_)
+stand_in_get_total_norm = _stand_in(get_total_norm)
+stand_in_clip_grads_with_norm_ = _stand_in(clip_grads_with_norm_)
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_named: Any = sharded_grad_scaler.ShardedGradScaler
-# torch's own class, even if its name was patched before.
-TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)
+# torch's own class, before patch() gives its name to another.
+TorchShardedGradScaler: Any = sharded_grad_scaler.ShardedGradScaler
 
 
 # Only `scale` is torch's, whose class comes last in the method resolution order.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -28,29 +28,24 @@ _CLIP_NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
 
 _stand_ins: dict[str, Any] = {}
 
-# In torch's module, where a reloaded or newly imported ampfast finds them. The lock is re-entrant,
-# since a finalizer that calls unpatch() may run during the walk.
-_shared: Any = vars(torch.amp.grad_scaler).setdefault(
-    "_ampfast_patch", SimpleNamespace(lock=threading.RLock(), swap=None)
-)
+# Re-entrant, since a finalizer that calls unpatch() may run during the walk.
+_lock = threading.RLock()
 
 
 @dataclass(eq=False)
 class _Swap:
     """State of one `patch()`, for `unpatch()`."""
 
-    torchs: dict[Any, Any]  # by stand-in
-    reducer: Any
     derived_before: list[type]
+    torchs: dict[Any, Any] = field(default_factory=dict)  # by stand-in
     replaced: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
     # Held, since a module may leave sys.modules before `unpatch()`.
     namespaces: list[dict[str, Any]] = field(default_factory=list)
-    # Names that torch's code still uses: in methods of subclasses in `derived_before`, and in
-    # torch's clipping.
-    needed: set[tuple[int, str]] = field(default_factory=set)
     open_blocks: int = 0
     ends_with_block: bool = False
+
+
+_swap: _Swap | None = None
 
 
 class Patch:
@@ -61,33 +56,30 @@ class Patch:
 
     Attributes:
         replaced: Names of ampfast's class or functions now, as "module.name".
-        kept: Names of torch's class still, used by methods of subclasses in `derived_before`; and
-            those by which torch's clipping calls its parts.
         derived_before: Subclasses defined before the patch, which still run torch's code.
     """
 
     def __init__(self, swap: _Swap, began: bool, clip_grad_norm: bool = False) -> None:
-        self.replaced, self.kept = swap.replaced, swap.kept
-        self.derived_before = swap.derived_before
+        self.replaced, self.derived_before = swap.replaced, swap.derived_before
         self._swap, self._began, self._clips = swap, began, clip_grad_norm
 
     def __enter__(self) -> Patch:
-        with _shared.lock:
-            if self._swap is not _shared.swap:
+        with _lock:
+            if self._swap is not _swap:
                 vars(self).update(vars(patch(clip_grad_norm=self._clips)))
             self._swap.open_blocks += 1
             self._swap.ends_with_block |= self._began
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with _shared.lock:
+        with _lock:
             self._swap.open_blocks -= 1
             over = self._swap.ends_with_block and self._swap.open_blocks == 0
-            if over and self._swap is _shared.swap:
+            if over and self._swap is _swap:
                 unpatch()
 
     def __repr__(self) -> str:
-        lists = ("replaced", "kept", "derived_before")
+        lists = ("replaced", "derived_before")
         return f"<ampfast.patch(): {', '.join(f'{name}={getattr(self, name)}' for name in lists)}>"
 
 
@@ -100,14 +92,14 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
     such as in a dict or a default argument, stays torch's. Existing scalers are unchanged
     and still pass `isinstance(x, torch.amp.GradScaler)`. Existing subclasses are unchanged, too; to
     derive one from ampfast's class, import its module after `patch()`. A subclass requires that if
-    it calls its base class as `torch.amp.GradScaler.step(self, ...)`.
+    its methods name the base class, as in `GradScaler.step(self, ...)`.
 
     The patched names make an `ampfast.GradScaler`: an instance of a subclass that changes none of
     its methods. The names of `torch.cuda.amp` and `torch.cpu.amp` keep their signature and
     their FutureWarning. All take ampfast's keyword arguments.
 
-    A second call has no effect, unless ampfast was reloaded or imported again in between: then the
-    new classes take the names; or it is the first one with `clip_grad_norm`. Thread-safe.
+    A second call has no effect, unless it is the first one with `clip_grad_norm`. Thread-safe. Call
+    `unpatch()` before ampfast is reloaded.
 
     Args:
         clip_grad_norm: Whether to replace `clip_grad_norm_`, `get_total_norm` and
@@ -116,33 +108,29 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             unscale. Norms are rounded differently from torch's.
 
     Returns:
-        Replaced and kept names; in `with ampfast.patch(): ...`, the end of the block restores them,
+        The replaced names; in `with ampfast.patch(): ...`, the end of the block restores them,
         unless they were patched before.
     """
     # Before the names change, else FSDP's class would derive from ours; outside the lock, since an
     # import of a module that calls patch() holds that module's lock.
     stand_ins = {ours._stands_for: ours for ours in map(_stand_in, _MODULES)}
-    with _shared.lock:
-        began = not isinstance(_shared.swap, _Swap)
-        if began:
-            unpatch()  # the patch of an earlier import of ampfast
-            swap = _Swap({}, _reduce_torch_scaler, list(_derived_before(stand_ins)))
+    global _swap
+    with _lock:
+        began = _swap is None
+        if _swap is None:
             # Set first, so that unpatch() can undo an interrupted walk.
-            _shared.swap = swap
-            for cls in swap.derived_before:
-                swap.needed |= _globals_of(vars(cls).values())
-            _replace(swap, stand_ins)
+            _swap = _Swap(list(_derived_before(stand_ins)))
+            _replace(_swap, stand_ins)
             for torchs in stand_ins:
-                copyreg.dispatch_table.setdefault(torchs, swap.reducer)
-        if clip_grad_norm and clip_grad.stand_in_clip_grad_norm_ not in _shared.swap.torchs:
+                copyreg.dispatch_table.setdefault(torchs, _reduce_torch_scaler)
+        if clip_grad_norm and clip_grad.stand_in_clip_grad_norm_ not in _swap.torchs:
             theirs = {name: getattr(clip_grad, f"torch_{name}") for name in _CLIP_NAMES}
-            _shared.swap.needed |= _globals_of(theirs.values())
             ours = (getattr(clip_grad, f"stand_in_{name}") for name in _CLIP_NAMES)
-            _replace(_shared.swap, dict(zip(theirs.values(), ours, strict=True)))
+            _replace(_swap, dict(zip(theirs.values(), ours, strict=True)))
             for name, torchs in theirs.items():
                 # Where pickle finds it, whose own name is the stand-in's while patched.
                 torchs.__module__, torchs.__qualname__ = clip_grad.__name__, f"torch_{name}"
-        return Patch(_shared.swap, began, clip_grad_norm)
+        return Patch(_swap, began, clip_grad_norm)
 
 
 def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
@@ -151,9 +139,8 @@ def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
     for module, namespace in _namespaces():
         held = _names_of(stand_ins, namespace)
         for name, torchs in held:
-            if (id(namespace), name) in swap.needed:
-                swap.kept.append(f"{module}.{name}")
-            else:
+            # torch's clip_grad_norm_ calls its parts by private names.
+            if module != _CLIP_MODULE or not name.startswith("_"):
                 namespace[name] = stand_ins[torchs]
                 swap.replaced.append(f"{module}.{name}")
         if held:
@@ -166,19 +153,20 @@ def unpatch() -> None:
     Names bound to something else since, and scalers constructed while patched, are unchanged. No
     effect without a patch.
     """
-    with _shared.lock:
-        swap = _shared.swap
+    global _swap
+    with _lock:
+        swap = _swap
         if swap is None:
             return
         for namespace in [*dict(_namespaces()).values(), *swap.namespaces]:
             for name, ours in _names_of(swap.torchs, namespace):
                 namespace[name] = swap.torchs[ours]
         for torchs in swap.torchs.values():
-            if copyreg.dispatch_table.get(torchs) is swap.reducer:
+            if copyreg.dispatch_table.get(torchs) is _reduce_torch_scaler:
                 del copyreg.dispatch_table[torchs]
             if isinstance(torchs, FunctionType):
                 torchs.__module__, torchs.__qualname__ = _CLIP_MODULE, torchs.__name__
-        _shared.swap = None
+        _swap = None
 
 
 # Protocol's metaclass as base lets a class derive from torch.amp.GradScaler and from a protocol or
@@ -206,7 +194,7 @@ def _stand_in(module: str) -> Any:
     _, kind, *_ = module.split(".")
     name = "ShardedGradScaler" if kind == "distributed" else "GradScaler"
     theirs = getattr(importlib.import_module(module), name)
-    torch_class = getattr(theirs, "_stands_for", theirs)  # patched by an earlier import
+    torch_class = getattr(theirs, "_stands_for", theirs)  # another thread may have patched it
     if kind in ("cuda", "cpu"):
         made: Any = _deprecated(torch_class, kind)
     else:
@@ -277,20 +265,3 @@ def _derived_before(torch_classes: Iterable[type]) -> Iterator[type]:
             if not (cls in bases or is_ours):
                 bases.append(cls)
                 yield cls
-
-
-def _globals_of(functions: Iterable[Any]) -> set[tuple[int, str]]:
-    """Global names that functions use, as the methods of a class, each with its namespace's id.
-
-    `GradScaler.step(self, optimizer)` in a class derived from torch's must go on meaning torch's
-    method: ours cannot run on an instance that is not ours.
-    """
-    used: set[tuple[int, str]] = set()
-    for function in functions:
-        while isinstance(function, FunctionType):
-            codes = [function.__code__]
-            for code in codes:
-                used.update((id(function.__globals__), name) for name in code.co_names)
-                codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
-            function = vars(function).get("__wrapped__")
-    return used

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from ampfast.backends.gpu import Ending
     from ampfast.distributed import Agreement
 
-    TorchGradScaler = torch.amp.GradScaler
-else:
-    # torch's own class, also where an earlier import of ampfast has patched its name.
-    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
+# torch's own class, before patch() gives its name to another.
+TorchGradScaler = torch.amp.GradScaler
 
 Flags = dict[Any, Tensor]
 

@@ -59,7 +59,6 @@ def test_every_name(module: Callable[..., ModuleType]) -> None:
     assert user.clip is STAND_INS[0] and user.held == [TORCHS[0]]
     users = {f"user.{name}" for name in ("clip", "clip_grad_norm_", "norm_of")}
     assert REPLACED | users | {"user.clip_grads_with_norm_"} <= set(patch.replaced)
-    assert patch.kept == [f"torch.nn.utils.clip_grad.{name}" for name in PARTS]
     late = module("late", f"from torch.nn.utils import {', '.join(NAMES)}")
     assert tuple(getattr(late, name) for name in NAMES) == STAND_INS
     ampfast.unpatch()

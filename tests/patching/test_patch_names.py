@@ -137,34 +137,6 @@ def test_classes_derived_before_are_listed_once(module: Callable[..., ModuleType
         assert not any(cls.__module__.startswith("ampfast") for cls in derived)
         late = type("Late", (torch.cuda.amp.GradScaler,), {})
         assert repr(patch).startswith("<ampfast.patch(): ")
-        for part in ("'torch.amp.GradScaler'", "user.Mine", "kept=[]", ".ShardedGradScaler'"):
+        for part in ("'torch.amp.GradScaler'", "user.Mine", ".ShardedGradScaler'"):
             assert part in repr(patch)
     assert late not in ampfast.patch().derived_before
-
-
-def test_explicit_calls_of_the_base_class(module: Callable[..., ModuleType]) -> None:
-    code = """
-        import functools
-        from torch.amp import GradScaler
-        from torch.amp import GradScaler as Wrapped, GradScaler as Nested, GradScaler as Free
-
-        class Mine(GradScaler):
-            def __init__(self):
-                GradScaler.__init__(self, "cpu", init_scale=8.0)
-
-            @lambda function: functools.wraps(function)(lambda self: function(self))
-            def get_scale(self):
-                return Wrapped.get_scale(self)
-
-            def state_dict(self):
-                return (lambda: Nested.state_dict(self))()
-    """
-    user = module("user", code)
-    patch = ampfast.patch()
-    mine = user.Mine()
-    assert mine.get_scale() == mine.state_dict()["scale"] == 8.0
-    assert isinstance(torch.amp.GradScaler("cpu"), user.GradScaler)
-    kept = ["user.GradScaler", "user.Nested", "user.Wrapped"]
-    assert sorted(patch.kept) == kept
-    assert user.Free is torch.amp.GradScaler
-    assert not set(kept) & set(patch.replaced)

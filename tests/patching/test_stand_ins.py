@@ -11,12 +11,13 @@ import pkgutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from originals import TORCH
+from originals import TORCH, run
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import sharded_grad_scaler
 
@@ -220,3 +221,29 @@ def test_torch_load(kind: str) -> None:
             assert type(loaded) is named(kind)
             assert loaded.state_dict() == old.state_dict() == new.state_dict()
             assert step(loaded, 1.0) == [0.0, 0.0]
+
+
+def test_pickles_load_in_a_program_that_is_not_patched(tmp_path: Path) -> None:
+    run(
+        """
+        import pickle, sys, torch, ampfast
+        old = [torch.amp.GradScaler("cpu"), torch.cuda.amp.GradScaler(enabled=False)]
+        ampfast.patch()
+        new = [torch.amp.GradScaler("cpu"), torch.cpu.amp.GradScaler(enabled=False)]
+        with open(sys.argv[1], "wb") as file:
+            pickle.dump([old, new], file)
+        """,
+        str(tmp_path / "scalers"),
+    )
+    run(
+        """
+        import pickle, sys, torch
+        with open(sys.argv[1], "rb") as file:
+            old, new = pickle.load(file)
+        import ampfast
+        assert [type(each) for each in old] == [torch.amp.GradScaler, torch.cuda.amp.GradScaler]
+        for scaler, torchs in zip(new, (torch.amp.GradScaler, torch.cpu.amp.GradScaler)):
+            assert isinstance(scaler, ampfast.GradScaler) and isinstance(scaler, torchs)
+        """,
+        str(tmp_path / "scalers"),
+    )
