@@ -83,11 +83,7 @@ class Diagnostics(Passes):
         return None if flag == 0 else "overflow" if flag == 1 else "spike"
 
     def stats(self) -> ScalerStats:
-        """Returns the counts of steps since the scaler was made, with one host sync.
-
-        Raises:
-            FloatingPointError: As `update`, with `on_min_scale="raise"`.
-        """
+        """Returns the counts of steps since the scaler was made, with one host sync."""
         if not self._enabled:
             return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
         if self._scale is None or self._growth_tracker is None:

@@ -105,13 +105,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         min_scale: Lower limit of the scale when it backs off. A scale that is set or loaded beyond
             its limits is left until it comes within.
         max_scale: Upper limit of the scale when it grows.
-        on_min_scale: "ignore", "warn" or "raise" FloatingPointError, from `update` and `stats`,
-            when a step is skipped with the scale at its minimum; on a GPU, where nothing waits for
-            the outcome, it may come one step late.
-        hysteresis: Number of the overflow, since the last refill, from which on the scale backs
-            off, as in Megatron-LM.
-        hysteresis_refill: "growth", when the scale's growth is due, as in Megatron-LM, or
-            "finite_step", as in apex.
+        hysteresis: Number of the overflow, since the scale's growth was last due, from which on
+            the scale backs off, as in Megatron-LM.
         dynamic: If False, the scale is constant: `growth_interval` is 0 and `backoff_factor` 1.
             With an `init_scale` of 1 nothing is multiplied, and gradients are only read; see
             `StepGuard`.
@@ -151,9 +146,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         allow_fp16: bool = False,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        on_min_scale: str = "ignore",
         hysteresis: int = 1,
-        hysteresis_refill: str = "growth",
         dynamic: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
@@ -170,8 +163,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         for name, value in named.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-        rules = Limits(min_scale, max_scale, hysteresis, hysteresis_refill)
-        loss_scale = LossScale(rules, on_min_scale)
+        rules = Limits(min_scale, max_scale, hysteresis)
         rules.require_within(init_scale)
         if not dynamic and not rules.is_torchs:
             raise ValueError(
@@ -204,7 +196,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         self.process_group = process_group
         self._backend = backend
         self._allow_fp16 = allow_fp16
-        self._loss_scale = loss_scale
+        self._loss_scale = LossScale(rules)
         self._dynamic = dynamic
         if enabled and not dynamic:
             self._growth_interval, self._backoff_factor = 0, 1.0
@@ -391,7 +383,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         Raises:
             AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
                 is not as described.
-            FloatingPointError: With `max_skips`, or with `on_min_scale="raise"`.
+            FloatingPointError: With `max_skips`.
             ValueError: If `new_scale` is given and the scale is always 1, as a `StepGuard`'s.
         """
         if not self._enabled:
@@ -644,7 +636,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         self._spike_rules.load(norms)
         self._norm_histories.load(histories)
         self._loss_scale.load(tolerated)
-        self._loss_scale.reset_minimum()
         self._loss_scale.reset_skips()
         if self._skip_limit is not None:
             self.max_skips = self._skip_limit.most  # without counts on their way to the host
@@ -761,7 +752,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if before is not None and tracker is not None and flags:
             given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
             self._loss_scale.update_(*given, self._kernels)
-        self._loss_scale.reset_minimum()
 
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""
@@ -770,8 +760,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         loss_scale.norms = {}
         if self._skip_above is not None and not was_set:
             self._spike_rules.end_iteration()
-        if loss_scale.watch is not None and not was_set:
-            loss_scale.check_min_scale()
         limit, words = self._skip_limit, loss_scale.words
         if limit is not None and words is not None and not was_set and limit.is_reached(words):
             raise limit.error(self.stats(), self._report_or_reason())

@@ -17,8 +17,8 @@ from ampfast.backends import Kernels, scalars, torch_ops
 from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
-from ampfast.capture import is_capturing, refuse_capture
-from ampfast.errors import float_of, require_one_of, warn_caller
+from ampfast.capture import refuse_capture
+from ampfast.errors import float_of
 from ampfast.report import History, ScalerStats
 
 _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
@@ -31,7 +31,6 @@ class Limits:
     min_scale: float | None = None
     max_scale: float | None = None
     hysteresis: int = 1
-    hysteresis_refill: str = "growth"
 
     def __post_init__(self) -> None:
         for name in ("min_scale", "max_scale"):
@@ -49,7 +48,6 @@ class Limits:
             raise TypeError(f"hysteresis must be an int, got {type(self.hysteresis).__name__}")
         if not 1 <= self.hysteresis < 2**31:
             raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
-        require_one_of("hysteresis_refill", self.hysteresis_refill, ("growth", "finite_step"))
 
     @cached_property
     def is_torchs(self) -> bool:
@@ -72,8 +70,12 @@ class Limits:
             ValueError: If the entry is damaged or of other settings.
         """
         settings = asdict(self)
-        names, others = [*settings, "hysteresis_tracker"], {"norms", "limits"}
-        if not isinstance(entry, dict) or set(entry) - others != set(names) - others:
+        names = [*settings, "hysteresis_tracker"]
+        known = {*names, "norms", "limits"}
+        if isinstance(entry, dict) and (unknown := set(entry) - known):
+            found = ", ".join(sorted(map(repr, unknown)))
+            raise ValueError(f"the checkpoint's 'ampfast' entry has unknown keys: {found}")
+        if not isinstance(entry, dict) or not set(names) <= set(entry):
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
                 f"got {entry!r}"
@@ -104,28 +106,20 @@ class LossScale:
 
     Attributes:
         limits: Limits and hysteresis.
-        on_min_scale: "ignore", "warn" or "raise".
-        watch: Watches the scale at its minimum; None for "ignore".
         words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
     """
 
-    def __init__(self, limits: Limits, on_min_scale: str = "ignore") -> None:
-        require_one_of("on_min_scale", on_min_scale, ("ignore", "warn", "raise"))
-        if on_min_scale != "ignore" and limits.min_scale is None:
-            raise ValueError(f"on_min_scale={on_min_scale!r} needs a min_scale")
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.on_min_scale = on_min_scale
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
         # What was loaded before there are words.
         self._tolerated = 0
-        self.watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
 
     def settings(self) -> dict[str, object]:
         """Returns the settings that must be equal on all ranks, with a host sync."""
-        tracker = {"hysteresis_tracker": self.hysteresis_tracker()}
-        return {**asdict(self.limits), **tracker, "on_min_scale": self.on_min_scale}
+        return {**asdict(self.limits), "hysteresis_tracker": self.hysteresis_tracker()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
@@ -150,7 +144,7 @@ class LossScale:
         return self.limits.hysteresis - self.limits.require_loadable(entry)
 
     def load(self, tolerated: int) -> None:
-        """Sets the overflows since the last refill."""
+        """Sets the overflows since growth was last due."""
         self._tolerated = tolerated
         if self.words is not None:
             self.words[layout.TOLERATED] = tolerated
@@ -247,8 +241,6 @@ class LossScale:
             growth_tracker.detach().reshape(1).long(),
         ]
         *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
-        if self.watch is not None:
-            self.watch.report(counters, self.limits)
         word = scalars.allocate(torch.tensor, scale_word, dtype=torch.int64, device="cpu")
         read = scalars.float_of(word).item()
         counts = {name: counters[getattr(layout, name.upper())] for name in _COUNTS}
@@ -278,27 +270,10 @@ class LossScale:
         tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
         return self.limits.hysteresis - tolerated
 
-    def reset_minimum(self) -> None:
-        """Restarts the count of steps skipped at the minimum, since the scale was set."""
-        if self.watch is not None:
-            self.watch = _MinimumWatch(self.watch.raises)
-            if self.words is not None:
-                self.words[layout.SKIPS_AT_MINIMUM] = 0
-
     def reset_skips(self) -> None:
         """Restarts the count of steps skipped in a row, as a training continues elsewhere."""
         if self.words is not None:
             self.words[layout.CONSECUTIVE_SKIPS] = 0
-
-    def check_min_scale(self) -> None:
-        """Warns or raises if steps are skipped at the minimum scale; no host sync.
-
-        On a GPU it sees the counters of the last update that has arrived on the host.
-        """
-        if self.watch is not None and self.words is not None and not is_capturing():
-            counters = self.watch.copies.latest(self.words[: layout.COUNTERS])
-            if counters is not None:
-                self.watch.report(counters, self.limits)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "norms": {}}
@@ -323,40 +298,8 @@ class LossScale:
             given = scalars.allocate(torch.tensor, number, dtype=torch.float32, device="cpu")
             words[word] = scalars.word_of(given)
         words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
-        words[layout.REFILLS_ON_FINITE_STEPS] = int(self.limits.hysteresis_refill == "finite_step")
         words[layout.TOLERATED] = self._tolerated
         return words
-
-
-class _MinimumWatch:
-    """Asynchronous copies of the counters, and the warning or error for a scale at its minimum."""
-
-    def __init__(self, raises: bool) -> None:
-        self.raises = raises
-        self._warned_at = 0
-        self._reported: int | None = None
-        self.copies = scalars.HostCopies()
-
-    def report(self, counters: list[int], limits: Limits) -> None:
-        if counters[layout.SKIPS_AT_MINIMUM] == 0:
-            self._warned_at = 0
-            return
-        overflows = counters[layout.SKIPPED] - counters[layout.SPIKES]
-        if overflows == self._reported:
-            return
-        self._reported = overflows
-        skips = counters[layout.CONSECUTIVE_SKIPS]
-        text = (
-            f"The scale is at its minimum, {limits.min_scale}, and {skips} "
-            f"{'step was' if skips == 1 else 'steps in a row were'} skipped: it cannot go lower. "
-            "Either the minimum is too high for these gradients, or the model or its input has NaN "
-            "or infinity at any scale."
-        )
-        if self.raises:
-            raise FloatingPointError(text)
-        if skips >= 2 * self._warned_at:
-            self._warned_at = skips
-            warn_caller(text)
 
 
 def entry_of(state_dict: dict[str, Any]) -> Any:

@@ -232,7 +232,7 @@ class Watch:
                 with _Reads(self._inside) if counts else nullcontext():
                     result = self._clocked(record, 1, method, scaler, *args, **kwargs)
             except FloatingPointError:
-                if name in _ENDS:  # max_skips and on_min_scale raise after the update
+                if name in _ENDS:  # max_skips raises after the update
                     record.end()
                 raise
             if name in _ENDS:

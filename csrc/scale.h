@@ -15,19 +15,17 @@ enum StateWord : int64_t {
   kGrowths,
   kBackoffs,
   kConsecutiveSkips,
-  kSkipsAtMinimum,  // in a row, with a scale that was at its minimum already
-  kTolerated,       // overflows since the hysteresis was refilled
-  kSpikes,          // steps skipped for their norm alone
-  kCounters = 16,   // a power of two, for Triton
+  kTolerated,      // overflows since growth was due, which refills the hysteresis
+  kSpikes,         // steps skipped for their norm alone
+  kCounters = 16,  // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
   kBefore = kCounters,
   kScaleBefore = kBefore + kCounters,
   kTrackerBefore,
   // The limits.
-  kMinScale,              // 0: none
-  kMaxScale,              // 0: none
-  kMostTolerated,         // overflows without a backoff
-  kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
+  kMinScale,       // 0: none
+  kMaxScale,       // 0: none
+  kMostTolerated,  // overflows without a backoff
   kRing = 40,
 };
 
@@ -96,7 +94,7 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
 
     if (found_inf) {
       state[kTolerated] += 1;
-    } else if (grows || (!spiked && state[kRefillsOnFiniteSteps] != 0)) {
+    } else if (grows) {
       state[kTolerated] = 0;
     }
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
@@ -117,7 +115,6 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
     entry[kRingStatus] = (skipped ? 1 : 0) + (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
     entry[kRingNorm] = update.norm != nullptr ? word_of(*update.norm) : 0;
 
-    const bool at_minimum = min_scale > 0 && before <= min_scale;
     state[kSteps] += 1;
     // Branches, since counters that are loaded together would take registers from the pass, too.
     if (skipped) {
@@ -128,8 +125,6 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
     }
     if (spiked) {
       state[kSpikes] += 1;
-    } else {
-      state[kSkipsAtMinimum] = found_inf && at_minimum ? state[kSkipsAtMinimum] + 1 : 0;
     }
     state[kGrowths] += next > before ? 1 : 0;
     state[kBackoffs] += next < before ? 1 : 0;

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.captures import counters_on_gpu, pretend_capture
 from support.steps import Training, adamw
 
 import ampfast
@@ -98,6 +99,30 @@ def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
         assert end_of(training, "xx") == 1
         training.scaler.load_state_dict(good)
         assert training.scaler.stats().consecutive_skips == 0
+
+
+def test_counts_of_a_gpu_are_told_when_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied without a wait, not under capture, and forgotten where a state is loaded."""
+    training = training_of(max_skips=2)
+    training.scaler.scale(torch.ones(()))
+    copies, saved = counters_on_gpu(training.scaler, monkeypatch), training.scaler.state_dict()
+    training.step(math.inf, math.inf)
+    copies[0].set()
+    with monkeypatch.context() as patch:
+        pretend_capture(patch)
+        training.step(math.inf)
+    training.scaler.load_state_dict(saved)
+    training.step(math.inf, math.inf)
+    copies[1].set()
+    training.step(math.inf)
+    copies[2].set()
+    with pytest.raises(FloatingPointError, match="4 steps in a row"):
+        training.step(math.inf)
+    # Ranks wait for those of the step before, so that all end at the same step.
+    training.scaler.max_skips = 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(FloatingPointError, match="6 steps in a row"):
+        training.step(math.inf, math.inf)
 
 
 @pytest.mark.parametrize(

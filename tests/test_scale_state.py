@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import re
-import warnings
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.captures import counters_on_gpu, pretend_capture
 from support.comparison import started
 from support.gradients import sgd_with
 from support.launchers import compiled
@@ -27,7 +24,7 @@ from support.models import (
     random_steps,
     update_of,
 )
-from support.steps import Training, adamw, take_step, through_file
+from support.steps import Training, adamw, through_file
 
 from ampfast import GradScaler
 from ampfast.backends import cpu, torch_ops
@@ -128,73 +125,6 @@ def test_norms_of_an_iteration(kind: torch.dtype) -> None:
         assert scaler.history().grad_norm[-1].item() == expected
 
 
-def test_raises_at_the_minimum() -> None:
-    loop = training(init_scale=2.0, min_scale=1.0, on_min_scale="raise", skip_above=100.0)
-    loop.step(math.inf)
-    assert loop.scaler.get_scale() == 1.0
-    with pytest.raises(FloatingPointError, match=r"minimum, 1\.0, and 2 steps in a row were"):
-        loop.step(math.inf)
-    # The iteration is over, and the next one may succeed.
-    loop.step(1.0)
-    assert loop.scaler.stats().consecutive_skips == 0
-    loop.way = "step_and_update"
-    with pytest.raises(FloatingPointError, match="1 step was skipped"):
-        loop.step(math.inf)
-    # Raised once, so that the user can inspect and recover.
-    loop.step(1000.0)  # skipped for its norm
-    assert loop.scaler.stats().consecutive_skips == 2
-    saved = {**loop.scaler.state_dict(), "scale": 8.0}
-    for mend in (lambda: loop.scaler.update(8.0), lambda: loop.scaler.load_state_dict(saved)):
-        mend()
-        assert loop.scaler.stats().scale == 8.0
-        loop.step(*[math.inf] * 3)
-        with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
-            loop.step(math.inf)
-
-
-@pytest.mark.parametrize("sets", [True, False])
-def test_counts_of_a_gpu_are_told_when_they_have_arrived(sets: bool, monkeypatch: Any) -> None:
-    """They are copied without a wait, not under capture, and forgotten where the scale is set."""
-    loop = training(init_scale=1.0, min_scale=1.0, on_min_scale="raise")
-    loop.scaler = copy.deepcopy(loop.scaler)
-    loop.scaler.scale(torch.ones(()))
-    copies, saved = counters_on_gpu(loop.scaler, monkeypatch), loop.scaler.state_dict()
-    loop.step(math.inf, math.inf)
-    copies[0].set()
-    with monkeypatch.context() as patch:
-        pretend_capture(patch)
-        loop.step(math.inf)
-    loop.scaler.update(1.0) if sets else loop.scaler.load_state_dict(saved)
-    loop.step(1.0, math.inf)
-    with pytest.raises(FloatingPointError, match="1 step was"):
-        loop.scaler.stats()
-    copies[1].set()
-    loop.step(math.inf)
-    copies[2].set()
-    with pytest.raises(FloatingPointError, match="2 steps in a row"):
-        loop.step(1.0)
-    # Ranks wait for those of the step before, so that all end at the same step.
-    loop.scaler.max_skips = 1
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(FloatingPointError, match="2 steps in a row"):
-        loop.step(math.inf, math.inf)
-
-
-def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
-    loop = training(init_scale=1.0, min_scale=1.0, on_min_scale="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.step(*[math.inf] * 8)
-        assert len(caught) == 4, "at once"
-        loop.step(math.inf)
-    assert all(warning.filename == take_step.__code__.co_filename for warning in caught)
-    counts = [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
-    assert counts == ["1", "2", "4", "8"]
-    loop.step(1.0)
-    with pytest.warns(UserWarning, match="1 step was skipped"):
-        loop.step(math.inf)
-
-
 def test_a_static_scale() -> None:
     loop = training(dynamic=False, growth_factor=2, growth_interval=1)
     limited = training(min_scale=8.0, max_scale=8.0, growth_interval=1)
@@ -233,9 +163,6 @@ ABOVE, HIGH = "_scale must be above 0 and finite", (math.inf, 1e39, math.nan, 10
         *(({"hysteresis": more}, ValueError, "must be at least 1") for more in (2**31, 2**70)),
         ({"hysteresis": 1.5}, TypeError, "hysteresis must be an int, got float"),
         ({"hysteresis": True}, TypeError, "hysteresis must be an int, got bool"),
-        ({"hysteresis_refill": "never"}, ValueError, "must be one of growth, finite_step"),
-        ({"on_min_scale": "shout"}, ValueError, "must be one of ignore, warn, raise, got 'shout'"),
-        ({"on_min_scale": "warn"}, ValueError, "on_min_scale='warn' needs a min_scale"),
         *(({"allow_fp16": value}, TypeError, "allow_fp16.*(None|int)") for value in (None, 1)),
         ({"backend": "no such thing"}, ValueError, "no such thing"),
         ({"dynamic": None}, TypeError, "dynamic must be a bool, got NoneType"),
@@ -256,7 +183,7 @@ def test_checkpoints_keep_the_limits() -> None:
     loop, torchs = training(**SETTINGS), torch.amp.GradScaler("cpu")
     assert set(loop.scaler.state_dict()) - set(torchs.state_dict()) == {"ampfast"}
     saved = loop.step(math.inf).scaler.state_dict()
-    also = {"hysteresis_refill": "growth", "hysteresis_tracker": 2, "norms": [], "limits": []}
+    also = {"hysteresis_tracker": 2, "norms": [], "limits": []}
     assert saved["ampfast"] == {**SETTINGS, **also}
     saved = through_file(saved)
     for is_started in (False, True):
@@ -301,11 +228,10 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
     ("change", "message"),
     [
         ({"min_scale": 0.5}, r"other settings \(min_scale 0\.5 there, 0\.25 here\)"),
-        ({"hysteresis_refill": "finite_step"}, "hysteresis_refill 'finite_step' there"),
         ({"hysteresis_tracker": 4}, "must be an int of at most 3, got 4"),
         ({"hysteresis_tracker": "2"}, "got '2'"),
         ({"hysteresis_tracker": -(2**31)}, "got -2147483648"),
-        ({"another": 1}, "must be a dict of min_scale, max_scale"),
+        ({"another": 1}, "unknown keys: 'another'$"),
         (None, "must be a dict of .* got None"),
     ],
 )
@@ -339,7 +265,7 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "copy"])
 def test_counters_survive_copies(how: str, backend: str) -> None:
-    loop = training(**SETTINGS, on_min_scale="warn", backend=backend).step(1.0, math.inf, 1.0)
+    loop = training(**SETTINGS, backend=backend).step(1.0, math.inf, 1.0)
     kept, pickled = loop.scaler, pickle.dumps(loop.scaler)
     assert len(pickled) < 2000, "only the steps that were taken"
     loop.scaler = pickle.loads(pickled) if how == "pickle" else getattr(copy, how)(kept)

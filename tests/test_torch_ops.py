@@ -119,7 +119,7 @@ RULES: dict[str, Limits] = {
     "torch's": Limits(),
     "limits": Limits(min_scale=4.0, max_scale=64.0),
     "hysteresis": Limits(hysteresis=3),
-    "refills": Limits(min_scale=2.0, hysteresis=2, hysteresis_refill="finite_step"),
+    "both": Limits(min_scale=2.0, hysteresis=2),
 }
 
 

@@ -335,7 +335,7 @@ class _State:
 
 
 # Counters that an update changes, in their order.
-_COUNTED = 8
+_COUNTED = 7
 
 
 def update(fields: tuple[Any, ...], limits: Any = None, may_spike: bool = False) -> bool:
@@ -395,21 +395,15 @@ def _update(fields: tuple[Any, ...], limits: Any, may_spike: bool) -> None:
     _update_by_torch(scale, tracker, overflow, rule, not is_known)
     # The tracker is 0 after an overflow, and where the scale was to grow.
     keeps = overflow + tracker
-    at_minimum = zero
     if not limits.is_torchs:
-        if limits.hysteresis_refill == "finite_step":
-            keeps = overflow
-        _limit_(scale, overflow, spiked, limits, state)
-        if limits.min_scale is not None:
-            at_minimum = (overflow != 0) & (before <= limits.min_scale)
-    stays_at_minimum = at_minimum
+        _limit_(scale, overflow, limits, state)
     if may_spike:
         scale.copy_(torch.where(spiked, before, scale))
         tracker.copy_(torch.where(spiked, tracker_before, tracker))
-        keeps, stays_at_minimum = keeps + spiked, at_minimum + spiked.float()
+        keeps = keeps + spiked
     # In the order of the state's counters what makes each grow, and stay, else it is 0.
-    grows = [one, flag, scale, before, flag, at_minimum, overflow, spiked]
-    stays = [one, one, one, one, flag, stays_at_minimum, keeps, one]
+    grows = [one, flag, scale, before, flag, overflow, spiked]
+    stays = [one, one, one, one, flag, keeps, one]
     least = [zero, zero, zero, zero, before, scale]  # the others stay 0
     torch.stack([flag, zero, *grows, *stays, *least], out=state.compared)
     torch.gt(state.left, state.right, out=state.bits)
@@ -439,7 +433,7 @@ def _update_by_torch(
     torch._amp_update_scale_(scale, growth_tracker, found_inf, *rule)
 
 
-def _limit_(scale: Tensor, overflow: Tensor, spiked: Tensor, limits: Any, state: _State) -> None:
+def _limit_(scale: Tensor, overflow: Tensor, limits: Any, state: _State) -> None:
     """Holds the next scale to hysteresis and limits, as csrc/scale.h does."""
     before = state.before
     if limits.hysteresis > 1:

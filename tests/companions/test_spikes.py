@@ -191,8 +191,8 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
     assert loop.scaler.history().spiked.tolist() == [True, False, False]
 
 
-def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
-    loop = Loop(hysteresis=2, hysteresis_refill="finite_step", min_scale=4.0, on_min_scale="raise")
+def test_the_hysteresis_does_not_count_spikes() -> None:
+    loop = Loop(hysteresis=2)
     for norm in (math.inf, 50.0, 50.0, math.inf):
         loop.clipped(norm, 20.0)
     assert loop.now() == (4.0, 0)

@@ -17,11 +17,10 @@ from ampfast import GradScaler, ShardedGradScaler
 POLICY: dict[str, Any] = {"min_scale": 1.0, "max_scale": 2.0**20}
 BEGIN = "the ranks' scalers differ: "
 COLUMNS = ((0, 2), (1, 3))
-REFILLED = {"hysteresis": 2, "hysteresis_refill": "finite_step"}
 # Arguments of most ranks and of the odd one, and the settings that differ, by name.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, Any]]]] = [
     ({}, {}, {}),
-    ({**POLICY, "hysteresis": 2, "on_min_scale": "warn"},) * 2 + ({},),
+    ({**POLICY, "hysteresis": 2},) * 2 + ({},),
     ({"enabled": False}, {"enabled": False}, {}),
     ({}, {"growth_interval": 1000}, {"growth_interval": (2000, 1000)}),
     ({}, {"growth_factor": 1.5}, {"growth_factor": (2.0, 1.5)}),
@@ -35,9 +34,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, Any]]
         {"backoff_factor": (0.5, 1.0), "growth_interval": (1, 0), "dynamic": (True, False)},
     ),
     ({}, {"hysteresis": 2}, {"hysteresis": (1, 2), "hysteresis_tracker": (1, 2)}),
-    ({"hysteresis": 2}, REFILLED, {"hysteresis_refill": ("growth", "finite_step")}),
     ({}, POLICY, {"min_scale": (None, 1.0), "max_scale": (None, 2.0**20)}),
-    (POLICY, {**POLICY, "on_min_scale": "raise"}, {"on_min_scale": ("ignore", "raise")}),
     ({}, {"enabled": False}, {"enabled": (True, False)}),
     ({"enabled": False}, {"enabled": False, "device": "meta"}, {"device": ("cpu", "meta")}),
 ]

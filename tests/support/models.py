@@ -156,7 +156,6 @@ class ScaleModel:
     growths: int = 0
     backoffs: int = 0
     consecutive_skips: int = 0
-    skips_at_minimum: int = 0
     tolerated: int = 0
     spikes: int = 0
     history: list[tuple[float, float, float | None]] = field(default_factory=list)
@@ -182,8 +181,6 @@ class ScaleModel:
                 after = float32(before * backoff)
         else:
             self.tracker += 1
-            if limits.hysteresis_refill == "finite_step":
-                self.tolerated = 0
             if 1 <= interval <= self.tracker:
                 self.tracker = 0
                 self.tolerated = 0
@@ -195,14 +192,12 @@ class ScaleModel:
             after = max(after, min(before, float32(limits.min_scale)))
         self.growths += after > before
         self.backoffs += after < before
-        stuck = found and limits.min_scale is not None and before <= float32(limits.min_scale)
-        self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
         self.scale = after
 
     def counters(self) -> list[int]:
         known = [
             *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
-            *(self.skips_at_minimum, self.tolerated, self.spikes),
+            *(self.tolerated, self.spikes),
         ]
         return known + [0] * (layout.COUNTERS - len(known))
 
@@ -213,8 +208,7 @@ LIMITS = {
     "minimum": Limits(min_scale=1.1),
     "maximum": Limits(max_scale=7.7),
     "hysteresis": Limits(hysteresis=3),
-    "hysteresis refilled": Limits(hysteresis=2, hysteresis_refill="finite_step"),
-    "all": Limits(0.5, 30.0, 2, "growth"),
+    "all": Limits(0.5, 30.0, 2),
 }
 FACTORS = Factors(1.9, 0.3, 3)
 

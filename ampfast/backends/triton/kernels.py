@@ -308,9 +308,7 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         most_tolerated = tl.load(state_ptr + _STATE.MOST_TOLERATED)
         min_scale = _float_at(state_ptr + _STATE.MIN_SCALE)
         max_scale = _float_at(state_ptr + _STATE.MAX_SCALE)
-        refills_each = tl.load(state_ptr + _STATE.REFILLS_ON_FINITE_STEPS) != 0
-        refills = grows | (refills_each & ~spiked)
-        tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
+        tolerated = tl.where(found, tolerated + 1, tl.where(grows, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
         # A scale set beyond the limits is not moved the wrong way.
         too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
@@ -318,7 +316,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         highest = tl.where(before > max_scale, before, max_scale)
         lowest = tl.where(before < min_scale, before, min_scale)
         scale = tl.where(too_high, highest, tl.where(too_low, lowest, scale))
-        is_stuck = found & (min_scale > 0) & (before <= min_scale)
 
         counted = tl.where(word == _STATE.STEPS, steps + 1, counters)
         counted = tl.where(word == _STATE.SKIPPED, counters + one, counted)
@@ -326,8 +323,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         counted = tl.where(word == _STATE.GROWTHS, counters + rose, counted)
         counted = tl.where(word == _STATE.BACKOFFS, counters + fell, counted)
         counted = tl.where(word == _STATE.CONSECUTIVE_SKIPS, (counters + 1) * one, counted)
-        stuck = tl.where(spiked, counters, (counters + 1) * is_stuck.to(tl.int64))
-        counted = tl.where(word == _STATE.SKIPS_AT_MINIMUM, stuck, counted)
         counted = tl.where(word == _STATE.TOLERATED, tolerated, counted)
         counted = tl.where(word == _STATE.SPIKES, counters + spiked.to(tl.int64), counted)
 
