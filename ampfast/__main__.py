@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 
 import ampfast
+from ampfast.errors import float_of
+from ampfast.step_log import is_step_log
 from ampfast.watch import is_first_rank
 
 
@@ -62,13 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument("--track", choices=("overflow",), help="name the parameters that overflow")
     run.add_argument(
-        "--skip-above", type=float, metavar="NORM", help="skip steps whose gradients have more"
+        "--skip-above", type=_norm, metavar="NORM", help="skip steps whose gradients have more"
     )
     run.add_argument(
         "--max-skips", type=_positive, metavar="N", help="end after N steps skipped in a row"
     )
     run.add_argument(
-        "--log", type=_writable, metavar="FILE", help="a line of JSON for each step, on rank 0"
+        "--log", type=_step_log, metavar="FILE", help="a line of JSON for each step, on rank 0"
     )
     run.add_argument("--record", help=argparse.SUPPRESS)
     run.add_argument("--stop", type=int, help=argparse.SUPPRESS)
@@ -135,14 +137,35 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _norm(text: str) -> float:
+    try:
+        return float_of("NORM", float(text), least=0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _picture(path: str) -> str:
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+    kinds = importlib.import_module("matplotlib.figure").FigureCanvasBase.filetypes
+    kind = os.path.splitext(path)[1][1:]
+    if kind and kind.lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"cannot draw a .{kind} file: is FILE missing?")
+    return _writable(path)
+
+
+def _step_log(path: str) -> str:
+    # Other ranks may read the first line while rank 0 writes it.
+    if is_first_rank() and os.path.isfile(path) and not is_step_log(path):
+        raise argparse.ArgumentTypeError(
+            f"{path} is there, and is no log of an earlier run: is FILE missing?"
+        )
     return _writable(path)
 
 
 def _writable(path: str) -> str:
-    if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+    place = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(place, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
 

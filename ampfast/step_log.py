@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,19 @@ from ampfast.report import History
 # Seconds between two reads of a scaler's history, unless it would forget steps before.
 _PERIOD = 1.0
 _MOST_STEPS = state_layout.RING_STEPS // 2
+# What a line has, in this order.
+_NAMES = ("scaler", "step", "scale", "skipped", "grad_norm")
+
+
+def is_step_log(path: str) -> bool:
+    """Whether a file is empty or begins with a line as `StepLog` writes it."""
+    with open(path, "rb") as file:
+        first = file.readline(1000)
+    try:
+        found = json.loads(first or "{}")
+    except ValueError:
+        return False
+    return isinstance(found, dict) and tuple(found) == _NAMES[: len(_NAMES) if first else 0]
 
 
 class _Steps:
@@ -38,12 +52,15 @@ class StepLog:
     A line has "scaler" (its number, from 1), "step" (from 0), "scale" (of the step), "skipped"
     (null, "overflow" or "spike") and "grad_norm" (null if none was taken, or not finite).
 
+    Where the file cannot be written any more the log ends, with a line on standard error, and the
+    training goes on.
+
     Args:
         path: The file; an earlier one is overwritten.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).resolve()
+        self._path: Path | None = Path(path).resolve()
         self._path.write_text("")
         self._scalers: dict[int, _Steps] = {}
 
@@ -68,6 +85,8 @@ class StepLog:
 
     def write(self, scaler: Any) -> None:
         """Writes the steps of a scaler that are not in the file yet, with one host sync."""
+        if self._path is None:
+            return
         seen = self._seen_of(scaler)
         history: History = scaler.history()
         columns: list[Tensor] = [history.step, history.scale, history.skipped, history.spiked]
@@ -75,14 +94,13 @@ class StepLog:
         lines = []
         for step, scale, skipped, spiked, norm in rows:
             if step >= seen.steps:
-                line = {
-                    "scaler": seen.number,
-                    "step": step,
-                    "scale": scale,
-                    "skipped": "spike" if spiked else "overflow" if skipped else None,
-                    "grad_norm": norm if math.isfinite(norm) else None,
-                }
-                lines.append(json.dumps(line) + "\n")
+                reason = "spike" if spiked else "overflow" if skipped else None
+                values = seen.number, step, scale, reason, norm if math.isfinite(norm) else None
+                lines.append(json.dumps(dict(zip(_NAMES, values, strict=True))) + "\n")
         seen.steps = int(history.step[-1]) + 1 if len(history) else 0
-        with self._path.open("a") as file:
-            file.writelines(lines)
+        try:
+            with self._path.open("a") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self._path = None
+            print(f"ampfast: the log ends, the training goes on: {error}", file=sys.stderr)

@@ -303,6 +303,11 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--steps", "0", "train.py"], "must be 1 or more, got 0"),
         (["compare", "no-such-file.py", "--steps", "3"], "its own options behind SCRIPT, too"),
         (["compare", "train.py", "--plot", "missing/p.png"], "cannot write"),
+        (["compare", "--plot", "train.py", "config.py"], "cannot draw a .py file"),
+        (["run", "--log", "missing/log.jsonl", "train.py"], "cannot write"),
+        (["run", "--log", ".", "train.py"], "cannot write"),
+        (["run", "--skip-above", "nan", "train.py"], "NORM must be at least 0, got nan"),
+        (["run", "--skip-above", "-1", "train.py"], "NORM must be at least 0, got -1"),
     ):
         try:
             code = main(arguments)
