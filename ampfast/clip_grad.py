@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,9 @@ from ampfast.errors import warn_caller
 torch_clip_grad_norm_: Any = torch.nn.utils.clip_grad_norm_
 torch_get_total_norm: Any = torch.nn.utils.get_total_norm
 torch_clip_grads_with_norm_: Any = torch.nn.utils.clip_grads_with_norm_
+
+# Called with the parameters and the limit of a clip, while the loops of scalers are checked.
+on_clip: Callable[[list[Tensor], Any], None] | None = None
 
 _READS = Pass(False, Factor.NONE)
 _WIDE = torch.float32, torch.float64
@@ -77,6 +80,8 @@ def clip_grad_norm_(
                 raise
     if clipped is None:
         clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+    if on_clip is not None:
+        on_clip(listed, max_norm)
     return clipped
 
 
@@ -144,20 +149,22 @@ def clip_grads_with_norm_(
     Raises:
         RuntimeError: As torch's.
     """
-    if not torch.compiler.is_compiling():
-        parameters = listed = _listed(parameters)
-        given, kernels = _numbers(2.0, max_norm), _kernels_for(_first_grad(listed))
-        is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
-        is_plain = is_plain and total_norm.is_floating_point()
-        is_plain = is_plain and not core.share_memory([listed])
-        if kernels is not None and given is not None and is_plain:
-            grads = _grads_of(listed)
-            if grads is not None:
-                norm = moved(total_norm.detach(), grads.device).to(widest(grads.device))
-                clip = Clip(norm.repeat(1, 2), given[1], True, torch.empty_like(norm))
-                kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
-                return
-    torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    if torch.compiler.is_compiling():
+        torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        return
+    listed = _listed(parameters)
+    given, kernels = _numbers(2.0, max_norm), _kernels_for(_first_grad(listed))
+    is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
+    is_plain = is_plain and total_norm.is_floating_point() and not core.share_memory([listed])
+    grads = _grads_of(listed) if kernels and given and is_plain else None
+    if kernels is None or given is None or grads is None:
+        torch_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
+    else:
+        norm = moved(total_norm.detach(), grads.device).to(widest(grads.device))
+        clip = Clip(norm.repeat(1, 2), given[1], True, torch.empty_like(norm))
+        kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
+    if on_clip is not None:
+        on_clip(listed, max_norm)
 
 
 def _stand_in(ours: Any) -> Any:

@@ -317,9 +317,9 @@ class Passes(TorchGradScaler):
         if not self._warned_of_shared_memory:
             self._warned_of_shared_memory = True
             warn_caller(
-                "Some gradients share memory, as those of a parameter that is listed twice: as by "
-                "torch, what they share is unscaled, counted in the norm and clipped once for "
-                "each of them. List each parameter once."
+                "Some gradients share memory, as those of a parameter that is listed twice, or one "
+                "overlaps itself: as by torch, what is shared is unscaled, counted in the norm and "
+                "clipped as often as it is shared. List each parameter once."
             )
         terms = [
             self._norm_term(each, scale, writes=True, allow_fp16=allow_fp16) for each in optimizers

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import Protocol, deprecated
 
-from ampfast import clip_grad, grad_scaler
+from ampfast import clip_grad, grad_scaler, loop_checks
 
 # torch's modules with a scaler class.
 _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "cpu.amp")]
@@ -105,7 +105,8 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
         clip_grad_norm: Whether to replace `clip_grad_norm_`, `get_total_norm` and
             `clip_grads_with_norm_` of `torch.nn.utils`, too, by `functional`'s, under every
             name that modules have for them. Scalers made from then on measure the norm as they
-            unscale. Norms are rounded differently from torch's.
+            unscale. Norms are rounded differently from torch's. In the first iterations a clip of
+            gradients that are still scaled warns.
 
     Returns:
         The replaced names; in `with ampfast.patch(): ...`, the end of the block restores them,
@@ -130,6 +131,7 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             for name, torchs in theirs.items():
                 # Where pickle finds it, whose own name is the stand-in's while patched.
                 torchs.__module__, torchs.__qualname__ = clip_grad.__name__, f"torch_{name}"
+            loop_checks.start(grad_scaler.GradScaler)
         return Patch(_swap, began, clip_grad_norm)
 
 
@@ -166,6 +168,7 @@ def unpatch() -> None:
                 del copyreg.dispatch_table[torchs]
             if isinstance(torchs, FunctionType):
                 torchs.__module__, torchs.__qualname__ = _CLIP_MODULE, torchs.__name__
+        loop_checks.stop()
         _swap = None
 
 

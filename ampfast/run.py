@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import ampfast
+from ampfast import loop_checks
 from ampfast.step_log import StepLog
 from ampfast.watch import Record, Watch, is_first_rank
 
@@ -100,8 +101,6 @@ def run(
         return 2
     # ampfast's classes, and torch's, from which they derive.
     kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
-    if not keep_torch:
-        patch_with_children(clip, given)
     process, failed, is_over = os.getpid(), False, threading.Event()
     steps = None if log is None or not is_first_rank() else StepLog(log)
 
@@ -127,6 +126,10 @@ def run(
             raise _Ended(0)
 
     watch = Watch(*kinds, keeps_values=record is not None, ended=ended)
+    if not keep_torch:
+        patch_with_children(clip, given)
+        if record is None:  # what is compared has no other cost
+            loop_checks.start(ampfast.GradScaler, is_whole=True)
     # The first one registered runs last, after a traceback.
     atexit.register(finish)
     sys.argv = [program, *arguments]

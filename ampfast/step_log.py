@@ -52,8 +52,8 @@ class StepLog:
     A line has "scaler" (its number, from 1), "step" (from 0), "scale" (of the step), "skipped"
     (null, "overflow" or "spike") and "grad_norm" (null if none was taken, or not finite).
 
-    Where the file cannot be written any more the log ends, with a line on standard error, and the
-    training goes on.
+    Where the file cannot be written any more, the log ends with a line on standard error, and the
+    training continues.
 
     Args:
         path: The file; an earlier one is overwritten.
@@ -103,4 +103,4 @@ class StepLog:
                 file.writelines(lines)
         except OSError as error:
             self._path = None
-            print(f"ampfast: the log ends, the training goes on: {error}", file=sys.stderr)
+            print(f"ampfast: the log ends, the training continues: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 // Calls over gradients and the update of a scale, for Python's steps. One that returns None has
 // done nothing: Python continues with a walk that takes everything.
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/Device.h>
 
 #include <deque>
@@ -201,8 +202,35 @@ bool is_alone(const at::Tensor& tensor) {
                   : c10::GetAllocator(storage.device_type())->raw_deleter());
 }
 
-// Tells whether some of these tensors share memory; one that is listed twice does.
+// Tells whether elements of a tensor share memory, as in windows made by as_strided. An expanded
+// tensor does not count: torch refuses to write it.
+bool overlaps_itself(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided ||
+      at::has_internal_overlap(tensor) != at::MemOverlap::TooHard) {
+    return false;
+  }
+  Reused<std::pair<int64_t, int64_t>> dims;  // stride and size
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reached = 0;
+  for (const auto& [stride, size] : dims) {
+    if (size > 1 && stride <= reached) {
+      return true;
+    }
+    reached += stride * (size - 1);
+  }
+  return false;
+}
+
+// Tells whether some of these tensors share memory; one that is listed twice or overlaps itself
+// does.
 bool have_shared_memory(const Reused<const at::Tensor*>& tensors) {
+  if (std::any_of(tensors.begin(), tensors.end(),
+                  [](const auto* t) { return overlaps_itself(*t); })) {
+    return true;
+  }
   size_t slots = 16;
   while (slots < 2 * tensors.size()) {
     slots *= 2;

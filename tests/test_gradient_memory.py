@@ -120,6 +120,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
     "one gradient of two": lambda base: [base, base],
     "overlapping views": lambda base: [base[:3], base[2:]],
     "a view of the other with gaps": lambda base: [base[::2], base],
+    "overlapping itself": lambda base: [base.as_strided((5, 2), (1, 1))],
     "over memory of NumPy": lambda base: [torch.from_numpy(base.numpy())[:3], base[2:]],
 }
 

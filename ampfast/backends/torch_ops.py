@@ -275,8 +275,12 @@ def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) ->
     for group in grads.groups:
         if factor is not None:
             _check_and_unscale_(group.tensors, flag, factor)
-        dtype = group.tensors[0].dtype
-        if group.is_usual and dtype.itemsize >= 4:
+        first = group.tensors[0]
+        dtype = first.dtype
+        # In place as torch's clip, which counts where a gradient overlaps itself.
+        is_strided = type(first) is Tensor and first.layout is torch.strided
+        is_plain = group.is_usual or (is_strided and dtype.is_floating_point)
+        if is_plain and dtype.itemsize >= 4:
             torch._foreach_mul_(group.tensors, coefficient.to(dtype))
         elif group.is_usual and factor is not None:
             # It multiplies 16-bit values in float32.

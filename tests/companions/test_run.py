@@ -277,7 +277,7 @@ def test_a_log_that_cannot_be_written_any_more_ends(tmp_path: Path, capsys: Any)
     for _ in range(3):
         training.step(1.0)
         log.write(training.scaler)
-    assert capsys.readouterr().err.count("ampfast: the log ends, the training goes on: ") == 1
+    assert capsys.readouterr().err.count("ampfast: the log ends, the training continues: ") == 1
 
 
 def test_a_file_that_is_no_log_stays(tmp_path: Path, capsys: Any) -> None:
