@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfast import distributed, tracking
-from ampfast._version import __version__
+from ampfast import tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import overrides
 from ampfast.backends.scalars import joint_flag
@@ -217,33 +216,6 @@ class Diagnostics(Passes):
         except AttributeError as error:
             explain(error, optimizer, "param_groups")
             raise
-
-    def check_ranks(self) -> None:
-        """Raises the same error on every rank if their scalers' settings or states differ.
-
-        A collective call on the process group, or the default group where the scaler has none;
-        without an initialised group it does nothing. Compared are the constructor's arguments,
-        except `backend`, the scale, its counters, and the versions of torch and ampfast, with host
-        syncs; less of disabled scalers.
-
-        Raises:
-            RuntimeError: Naming what differs on which ranks, or under capture.
-        """
-        refuse_capture("a comparison that the host makes", "compare after the replay")
-        settings = {
-            "enabled": self._enabled,
-            "device": torch.device(self._device).type,
-            **{name.strip("_"): value for name, value in super().state_dict().items()},
-            **self._loss_scale.settings(),
-            "dynamic": self._dynamic,
-            "allow_fp16": self._allow_fp16,
-            "track": self._track,
-            "skip_above": self._skip_above,
-            "max_skips": self.max_skips,
-            "torch": str(torch.__version__),
-            "ampfast": __version__,
-        }
-        distributed.require_same(settings, self._ranks)
 
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
         """The flags of the optimizer's last check, by device; none if disabled."""

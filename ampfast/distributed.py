@@ -1,4 +1,4 @@
-"""Distributed gradients: layouts, agreement of ranks on flags and norms, rank comparison."""
+"""Distributed gradients: layouts, agreement of ranks on flags and norms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -447,8 +447,12 @@ class Ranks:
 
     def gathered(self, value: Value) -> list[Value]:
         """Returns the values of all ranks that this scaler has agreed with, by rank."""
-        groups = [g for agreed in self._agreements.values() if agreed for g in agreed.groups]
-        return list(_gather(value, _without_subsets(groups)).values()) if groups else [value]
+        agreements = [agreed for agreed in self._agreements.values() if agreed is not None]
+        seen = None
+        for group in _without_subsets([g for agreed in agreements for g in agreed.groups]):
+            seen = seen or {group.rank(): value}
+            seen = {rank: each[rank] for each in group.gather_object(seen) for rank in each}
+        return [value] if seen is None else [seen[rank] for rank in sorted(seen)]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
         own = [group.ranks for group in self.groups()]
@@ -514,42 +518,6 @@ def require_group(group: Any, device: Any, name: str = "process_group") -> None:
         raise ValueError(
             f"{name} does not contain this rank: give the group that this rank is in, or none"
         )
-
-
-def require_same(settings: Mapping[str, object], others: Ranks) -> None:
-    """Raises the same error on every rank unless all have the same settings; a collective call.
-
-    Values are compared by `repr`, among the ranks that have the name. A scaler without a group is
-    compared over the default group, or not at all where there is none.
-    """
-    is_foreign = any(group.is_foreign for group in others._own)
-    if not (is_foreign or (dist.is_available() and dist.is_initialized())):
-        return
-    groups = others.groups()
-    size = math.prod(group.size() for group in groups) if groups else None
-    found = differences({**settings, "process_group size": size}, groups or [Group()])
-    if found:
-        raise RuntimeError(f"the ranks' scalers differ: {found}")
-
-
-def differences(settings: Mapping[str, object], groups: Sequence[Group]) -> str:
-    """Returns, on every rank, the settings that differ, each by two ranks; empty if none."""
-    seen = _gather({name: repr(value) for name, value in settings.items()}, groups)
-    found = []
-    for name in dict.fromkeys(itertools.chain.from_iterable(seen.values())):
-        values = {rank: each[name] for rank, each in seen.items() if name in each}
-        (first, value), *others = values.items()
-        if other := next((each for each in others if each[1] != value), None):
-            found.append(f"{name}: {value} on rank {first}, {other[1]} on rank {other[0]}")
-    return "; ".join(found)
-
-
-def _gather(value: Value, groups: Sequence[Group]) -> dict[int, Value]:
-    """Picklable values of all ranks, ascending, exchanged over one group after the other."""
-    seen = {groups[0].rank(): value}
-    for group in groups:
-        seen = {rank: each[rank] for each in group.gather_object(seen) for rank in each}
-    return dict(sorted(seen.items()))
 
 
 def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[Group]:

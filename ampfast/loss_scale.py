@@ -117,10 +117,6 @@ class LossScale:
         # What was loaded before there are words.
         self._tolerated = 0
 
-    def settings(self) -> dict[str, object]:
-        """Returns the settings that must be equal on all ranks, with a host sync."""
-        return {**asdict(self.limits), "hysteresis_tracker": self.hysteresis_tracker()}
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         # The tracker counts down, as Megatron-LM's.

@@ -180,7 +180,6 @@ READS = {
     "stats": "counts that the host reads",
     "history": "a history that the host reads",
     "step_skipped": "a question that the host asks",
-    "check_ranks": "a comparison that the host makes",
 }
 
 
