@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,12 @@ from ampfast.backends import scalars
 from ampfast.backends.core import overrides
 from ampfast.backends.scalars import joint_flag
 from ampfast.capture import refuse_capture
-from ampfast.errors import add_note
 from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite, remove_with
 from ampfast.grad_norms import NormReport
-from ampfast.health import GradientHealth, health_of
-from ampfast.optimizers import explain
 from ampfast.passes import Passes
 from ampfast.report import History, ScalerStats
 from ampfast.tracking import OverflowReport
-from ampfast.turn import NO_TURN, ONCE, STEPPED, Flags, is_unscaled
+from ampfast.turn import Flags
 
 
 class Diagnostics(Passes):
@@ -101,7 +97,7 @@ class Diagnostics(Passes):
         return self._loss_scale.history()
 
     def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
-        """Gives parameters the names under which `overflow_report` and `health` list them.
+        """Gives parameters the names under which the reports list them.
 
         May be called at any time, and again for another model. Reports look names up in the
         modules that have the parameters, which are not kept alive; a parameter of another pair
@@ -186,36 +182,6 @@ class Diagnostics(Passes):
                 "only clip_grad_norm_() measures"
             )
         return report
-
-    def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
-        """Returns how an optimizer's gradients fit the range of float16 at the current scale.
-
-        To be asked between `backward` and the optimizer's step. What `unscale_` has divided by the
-        scale counts as if it were not, and what was clipped as it is now. Gradients are only read,
-        by torch's ops, and the host waits for them. Of distributed ones this rank's shards count.
-        A disabled scaler's scale is 1.
-
-        Args:
-            optimizer: Any object with `param_groups`.
-
-        Raises:
-            AssertionError: If nothing was scaled yet.
-            RuntimeError: After `step`, or under capture.
-            ValueError: If `name_parameters` named no parameter of the optimizer.
-        """
-        refuse_capture("a report that the host reads", "ask outside of the graph")
-        turn: dict[str, Any] = NO_TURN
-        scale = 1.0
-        if self._enabled:
-            scale = self._checked_scale("health").item()
-            turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
-        if turn["stage"] is STEPPED:
-            raise add_note(RuntimeError("health() is being called after step()."), ONCE)
-        try:
-            return health_of(optimizer, self._names, scale, scale if is_unscaled(turn) else 1.0)
-        except AttributeError as error:
-            explain(error, optimizer, "param_groups")
-            raise
 
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
         """The flags of the optimizer's last check, by device; none if disabled."""

@@ -204,7 +204,6 @@ def test_a_device_without_float64(
         optimizer.zero_grad()
         value = math.inf if step == 3 else 1.0 + step
         scaler.scale(model(torch.full((4, 3), value)).sum()).backward()
-        scaler.health(optimizer)
         scaler.grad_norm(optimizer)
         if clips is not None:
             scaler.clip_grad_norm_(optimizer, limit, clips)
