@@ -220,6 +220,23 @@ def test_fused_update_takes_another_flag(other: float, given: float | None) -> N
         assert_same([scale, tracker], torch_updated("grows", skipped))
 
 
+@pytest.mark.parametrize("given", [0.0, 1.0])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_a_clip_that_changes_nothing_updates_the_scale(
+    programs: int, given: float, limit_programs: Callable[[int], None]
+) -> None:
+    limit_programs(programs)
+    scale, tracker, factors = state("grows")
+    ending, copy = KERNELS.ending(Update(scale, tracker, (), *factors)), flag(math.nan)
+    more: dict[str, Any] = {"found_inf": flag(given), "factor_copy": copy, "ending": ending}
+    more["coefficient"] = torch.ones((), dtype=torch.float64)
+    grads = [torch.full((5,), 2.0, dtype=dtype) for dtype in FLOATS]
+    found = run_unscale(KERNELS, grads_of(grads), flag(1.0), is_scale=False, **more)
+    assert ending is not None and ending.applied
+    assert_same([scale, tracker], torch_updated("grows", given))
+    assert (copy.item(), found.item()) == (1.0, given)
+
+
 # The update alone
 
 

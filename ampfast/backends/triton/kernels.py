@@ -459,8 +459,11 @@ def multi_tensor(
         else None,
     )
     if coefficient_ptr is not None and not PAIRED:
-        if (factor == 1.0) & (factors[1] == 1.0):
-            # Nothing changes. The first program alone takes what other segments have found.
+        # Where nothing changes, nothing is read.
+        if divisor_ptr is not None or scale_ptr is not None:
+            chunk = tl.where((factor == 1.0) & (factors[1] == 1.0), chunks, chunk)
+        elif (factor == 1.0) & (factors[1] == 1.0):
+            # The first program alone takes what other segments have found: fewer registers.
             if IS_LAST:
                 finished_ptr, takes = header_ptr + _HEADER.FINISHED, tl.program_id(0) == 0
                 found = tl.load(finished_ptr, mask=takes, other=0) >= _NOT_FINITE
