@@ -212,6 +212,13 @@ def test_irregular_gradients() -> None:
     assert kinds(scaler.overflow_report()) == [(0, "inf"), (1, "nan")]
 
 
+def test_a_scale_of_zero_makes_zeros_infinite_as_others() -> None:
+    scaler = started()
+    scaler._scale = torch.zeros(())
+    optimizer = sgd([parameter_with(torch.tensor(values)) for values in ([0.0], [0.0, 1.0])])
+    assert kinds(report_of(scaler, optimizer)) == [(0, "inf"), (1, "inf")]
+
+
 @pytest.mark.parametrize("track", ["overflow", "modules", "norms"])
 def test_a_disabled_scaler_clips(track: str) -> None:
     scaler = GradScaler("cpu", enabled=False, track=track)
