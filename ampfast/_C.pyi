@@ -170,6 +170,10 @@ class DeviceTable:
 # Raises RuntimeError if the memory of a tensor was freed or is too small for it.
 def require_storage(tensor: Tensor) -> None: ...
 
+# Parts of a complex tensor as its memory holds them, whatever its signs; any other one, or a sparse
+# one, itself.
+def real_view(tensor: Tensor) -> Tensor: ...
+
 # Whether a parameter with a gradient lacks an entry of its state.
 def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str, /) -> bool: ...
 def walk(

@@ -43,7 +43,7 @@ def clip_grad_norm_(
     `torch.nn.utils.clip_grad_norm_` in two reads and one write; where the coefficient is 1, in one
     read.
 
-    torch's function itself takes gradients on several devices, sparse, complex or overlapping ones,
+    torch's function itself takes gradients on several devices, sparse or overlapping ones,
     DTensors, other subclasses and other orders, and compiled code.
 
     Args:
@@ -124,9 +124,10 @@ def get_total_norm(
                     torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
                 return norm
     if dtype is not None:
-        listed = [tensor.to(dtype) for tensor in listed]
+        complex_dtype = torch.promote_types(dtype, torch.complex32)
+        listed = [t.to(complex_dtype if t.is_complex() else dtype) for t in listed]
     by_torch: Tensor = torch_get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
-    return by_torch
+    return by_torch if dtype is None else by_torch.to(dtype)
 
 
 def clip_grads_with_norm_(
@@ -204,8 +205,9 @@ def _kernels_for(grad: Tensor | None) -> Kernels | None:
 
 
 def _refuses(grads: Iterable[Tensor | None], order: float) -> bool:
-    """Whether torch has no such norm: of no values there is no largest."""
-    return order == math.inf and any(grad is not None and grad.numel() == 0 for grad in grads)
+    """Whether the kernels lack a norm: the largest of no values, or of complex ones."""
+    given = (grad for grad in grads if grad is not None) if order == math.inf else ()
+    return any(grad.numel() == 0 or grad.is_complex() for grad in given)
 
 
 def _grads_of(params: list[Tensor]) -> core.GradList | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -143,6 +144,10 @@ def _sums_of_all(
     wide, flags = widest(device), [term.flags for term in terms]
     if order in FUSED_ORDERS:
         counted = [each for term in terms for each in term.counted]
+        if order != 2.0:
+            # Of complex gradients the passes have read the parts.
+            norms = (_p_norms(term, order, agreement, only_complex=True) for term in terms)
+            counted += [norm.repeat(2) for norm in chain.from_iterable(norms)]
         counted = counted or [allocate(torch.zeros, 2, dtype=wide, device=device)]
         if len(counted) == 1 and counted[0].device == device:
             sums = counted[0].unsqueeze(0)
@@ -294,13 +299,17 @@ def _set_all(terms: list[NormTerm], found: Tensor) -> None:
         }
 
 
-def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
+def _p_norms(
+    term: NormTerm, order: float, agreement: Agreement | None, only_complex: bool = False
+) -> Iterator[Tensor]:
     """Norm, of an order without kernels, of each gradient that this rank counts."""
     grads, groups = term.optimizer, term.grads.groups
     if not isinstance(grads, list):
         grads = [param.grad for params in groups for param in params]
     marks = {} if agreement is None else marks_of(groups)
     for number, grad in enumerate(grads):
+        if only_complex and (grad is None or not (grad.is_complex() and grad.numel())):
+            continue
         layout = term.grads.layouts.get(number)
         if grad is not None and layout is not None:
             grad = layout.local_tensor(grad)

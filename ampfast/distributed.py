@@ -136,7 +136,7 @@ class LocalShards:
     def reduced(self) -> Iterator[tuple[int, Tensor]]:
         """Yields parameter number and local tensor of the gradients in `partial`, reduced."""
         for number, grad in self.partial.items():
-            yield number, self.layouts[number].local_tensor(grad)
+            yield number, core.real_view(self.layouts[number].local_tensor(grad))
 
     def agree_(self, found_inf: Tensor) -> None:
         """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""

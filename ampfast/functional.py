@@ -212,6 +212,9 @@ def _run(op: Any, work: Pass, grads: list[Tensor], found_inf: Tensor, *factor: T
                 torch.autograd.graph.increment_version(found_inf)
             return
     tensors, shards = _local(grads, found_inf)
+    if not torch.compiler.is_compiling():
+        # No custom op writes conjugate tensors of a list.
+        tensors = [core.real_view(tensor) for tensor in tensors]
     op(tensors, found_inf, *factor)
     if shards is not None:
         shards.agree_(found_inf)

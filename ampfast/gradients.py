@@ -207,6 +207,7 @@ def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     kernels = backends.choose().kernels_for(device)
     regular: list[int] = []
     aside: list[int] = []
+    tensors = [core.real_view(tensor) for tensor in tensors]
     for number, tensor in enumerate(tensors):
         core.require_storage(tensor)
         known = kernels is not TORCH_OPS and core.list_of([tensor], device) is not None
@@ -231,11 +232,11 @@ def unscaling(scale: Tensor | None) -> tuple[Factor, Tensor | None]:
 
 @torch.no_grad()
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
-    """Tensor for torch's op: the values of a sparse gradient."""
-    if coalesce or grad.dtype is torch.float16:
+    """Tensor for torch's op: the values of a sparse gradient, as real numbers."""
+    if coalesce or grad.dtype in (torch.float16, torch.complex32):
         # Duplicates add up, which overflows easily in float16: the sums are checked.
         param.grad = grad = grad.coalesce()
-    return grad._values()
+    return core.real_view(grad._values())
 
 
 def _refusal(group: int, index: int, param: object) -> Exception:

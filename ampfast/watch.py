@@ -45,7 +45,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     flat = getattr(tensor, "to_local", lambda: tensor)().detach()
     flat = (flat if flat.layout is torch.strided else flat.to_dense()).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
     if flat.is_floating_point() and flat.element_size() > 1:
         flat = flat.where(flat == flat, math.nan)
     total = allocate(torch.full, (), len(flat), dtype=torch.int64, device=flat.device)

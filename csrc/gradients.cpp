@@ -1,7 +1,7 @@
 #include "gradients.h"
 
 #include <ATen/SparseTensorImpl.h>
-#include <ATen/ops/as_strided.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/flat_hash_map.h>
@@ -122,6 +122,15 @@ void require_storage(const at::Tensor& tensor) {
                                                    tensor.element_size(), tensor.storage_offset()),
                   tensor.storage());
   }
+}
+
+at::Tensor real_view(const at::Tensor& tensor) {
+  if (!tensor.is_complex() || tensor.layout() != at::kStrided) {
+    return tensor;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor parts = at::view_as_real(tensor.is_conj() ? tensor.conj() : tensor);
+  return parts.is_neg() ? parts._neg_view() : parts;
 }
 
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter,
@@ -298,7 +307,8 @@ class Walker {
   bool take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
     const bool is_tensor = THPVariable_Check(item);
     at::Tensor grad = is_tensor ? gradient_of(item) : at::Tensor();
-    if (!is_tensor || (grad.defined() && !reading_.allow_fp16 && grad.scalar_type() == at::kHalf)) {
+    if (!is_tensor || (grad.defined() && !reading_.allow_fp16 &&
+                       c10::toRealValueType(grad.scalar_type()) == at::kHalf)) {
       found.refused = {group_, index, py::reinterpret_borrow<py::object>(item)};
       return false;
     }
@@ -310,6 +320,7 @@ class Walker {
           py::handle(item), grad.defined() ? py::cast(grad) : py::none(), number);
       grad = shard.is_none() ? grad : py::cast<at::Tensor>(shard);
     }
+    grad = grad.defined() ? real_view(grad) : grad;
     if (grad.defined() && is_accepted(grad)) {
       accept(grad, item, number);
     } else if (grad.defined()) {

@@ -158,6 +158,10 @@ int64_t kind_of(const at::Tensor& tensor);
 // too small for its elements. Nothing is known of what a subclass dispatches to.
 void require_storage(const at::Tensor& tensor);
 
+// The real and imaginary parts of a complex tensor as its memory holds them, which a conjugate and
+// a negative tensor read with other signs. Any other tensor, and a sparse one, itself.
+at::Tensor real_view(const at::Tensor& tensor);
+
 // Tells whether a dispatch mode or a function transform watches this thread's ops: then all
 // gradients take torch's own op, so that it sees them.
 bool is_observed();

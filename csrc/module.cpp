@@ -138,6 +138,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("SPIKE_BOUND") = kSpikeBound;
   m.attr("LEAST_DEVIATION") = kLeastDeviation;
   m.def("require_storage", &require_storage);
+  m.def("real_view", torch::wrap_pybind_function(real_view));
   m.def("kind_of", &kind_of);
   m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
   m.def("walk", torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16,

@@ -81,14 +81,6 @@ def forgotten(call: str, scaler: GradScaler) -> Any:
     return optimizer
 
 
-def with_complex(scaler: GradScaler) -> Any:
-    return of(group(eights(), torch.ones(2, dtype=torch.complex64)))
-
-
-def reader_of_complex(scaler: GradScaler) -> Any:
-    return of(*with_complex(scaler).param_groups, _step_supports_amp_scaling=True)
-
-
 def without_step(scaler: GradScaler) -> Any:
     return types.SimpleNamespace(param_groups=[group(torch.ones(1))])
 
@@ -103,7 +95,6 @@ CLIP = "clip_grad_norm_"
 FP16, NO_CHECKS = "^Attempting to unscale FP16 gradients", "^No inf checks were recorded for this"
 TWICE, NO_STEP = "has already been called", "types.SimpleNamespace' object has no attribute 'step'"
 MISSING = "expected an optimizer, an object with param_groups and step, got "
-COMPLEX = "not implemented for 'ComplexFloat'"
 Make = Callable[[GradScaler], Any]
 Case = tuple[Make, str, type[Exception], str, tuple[str, ...]]
 
@@ -117,10 +108,6 @@ CASES = [
     case(
         lambda s: of(group(eights()), group(None, eights(), HALF, HALF[0])),
         *("unscale_ step", ValueError, FP16, "group 1", "2", "(4, 7)", "float16"),
-    ),
-    *(
-        case(make, f"unscale_ step {CLIP}", NotImplementedError, COMPLEX, "view_as_complex")
-        for make in (with_complex, reader_of_complex)
     ),
     case(
         lambda s: of(group(eights(), eights()[:1].expand(3))),

@@ -288,7 +288,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "expanded": (lambda: make_gradient("expanded"), RuntimeError, "single memory location"),
     "inference": (inferred, RuntimeError, "Inplace update to inference tensor"),
     "no norm": (lambda: torch.ones(2).as_subclass(Halting), NotImplementedError, "no norm"),
-    "complex": (lambda: torch.ones(2, dtype=torch.complex64), NotImplementedError, "_amp_|aten"),
 }
 FIRST: dict[str, Callable[[], torch.Tensor]] = {
     "regular": lambda: torch.full((3,), 16.0),

@@ -93,7 +93,6 @@ error("s._get_scale_async = lambda: None", "o._step_supports_amp_scaling = True"
 for _groups in ("[{'params': [1]}]", "[{}]", "None"):
     error(f"s.unscale_(groups({_groups}))")
 error("s.unscale_(o)", on=(lambda: torch.ones(2), lambda: torch.ones(2).half()))
-error("s.unscale_(o)", on=(lambda: torch.ones(2, dtype=torch.complex64),))
 error("s.unscale_(o)", on=(lambda: make_gradient("expanded"),))
 error("s._check_inf_per_device(o)", on=(lambda: make_gradient("expanded"),))
 

@@ -252,6 +252,18 @@ def test_float16_gradients_when_allowed(optimizer: str, torch_fails: Any) -> Non
     assert len(ours.calls) == 1
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_complex_gradients(optimizer: str, torch_fails: Any) -> None:
+    gradients = [torch.tensor([8.0 - 2.0j, 1j]), floats(4.0)]
+    theirs = setup(TorchScaler, optimizer, gradients, 4.0)
+    torch_fails("complex gradients", outcome(theirs.step).error is not None)
+    ours = setup(GradScaler, optimizer, gradients, 4.0)
+    ours.step()
+    expected = setup(TorchScaler, optimizer, [g / 4 for g in gradients])
+    expected.optimizer.step()
+    assert_same(ours.values(), expected.values())
+
+
 @pytest.mark.parametrize(("tracker", "interval"), [(5, 3), (5, 5), (5, 1), (1999, 10)])
 def test_lowered_growth_interval(tracker: int, interval: int, torch_fails: Any) -> None:
     ours, theirs = both("sgd", [floats(1.0)], 4.0)

@@ -234,7 +234,7 @@ def wrong_arguments() -> Iterator[tuple[str, str, Any, Any, str]]:
         expanded = torch.ones(1).expand(3)
         yield name, "grads", [first, expanded], RuntimeError, "one element of the written-to"
         for wrong in (
-            *(torch.ones(3, dtype=d) for d in (torch.int32, torch.bool, torch.cfloat)),
+            *(torch.ones(3, dtype=d) for d in (torch.int32, torch.bool)),
             torch.ones(3).to_sparse(),
         ):
             # torch's op takes those with gaps, one by one.

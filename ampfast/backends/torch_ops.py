@@ -26,7 +26,8 @@ from ampfast.backends.core import (
 )
 from ampfast.backends.scalars import allocate, inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
-from ampfast.errors import add_note
+
+_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class _Group(NamedTuple):
@@ -57,7 +58,7 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorList:
-    """Gradients of one device for torch's ops: sparse, overlapping, subclasses, complex and others.
+    """Gradients of one device for torch's ops: sparse, overlapping, subclasses and others.
 
     Attributes:
         device: The device.
@@ -75,8 +76,7 @@ class TensorList:
 
     @property
     def has_float64(self) -> bool:
-        wide = torch.float64, torch.complex128
-        return any(group.tensors[0].dtype in wide for group in self.groups)
+        return any(group.tensors[0].dtype is torch.float64 for group in self.groups)
 
     @property
     def chunks(self) -> int:
@@ -480,21 +480,6 @@ def set_divisor(divisor: Tensor, scale: Tensor, coefficient: Tensor) -> None:
     divisor.copy_(scale.detach().reshape(()) / moved(coefficient, scale.device))
 
 
-def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """torch's op over tensors of one dtype, whose error of complex ones gets a note."""
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-    except RuntimeError as error:
-        if grads[0].is_complex():
-            add_note(
-                error,
-                f"A gradient is complex, of dtype {grads[0].dtype}, and torch cannot unscale it. "
-                "Train a real parameter and use its torch.view_as_complex, or step the complex "
-                "ones by an optimizer of their own, without the scaler.",
-            )
-        raise
-
-
 @torch.no_grad()
 def narrow(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None = None) -> None:
     """Rounds float32 tensors to 16-bit ones, unless a flag is set; no host sync.
@@ -528,7 +513,7 @@ def _require_op(device: torch.device, dtype: torch.dtype) -> None:
     """Raises torch's error if its op does not take plain tensors of a dtype."""
     with _disable_current_modes():
         none = allocate(torch.empty, 0, dtype=dtype, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_([none], new_flag(device), _one(device))
+        _check_and_unscale_([none], new_flag(device), _one(device))
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
@@ -562,9 +547,14 @@ def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tenso
 
     Products are not rounded to 16 bit.
     """
-    values = grad.detach() if inv_scale is None else _product(grad, inv_scale)
-    # The maximum is exact in any dtype.
-    dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
+    values = core.real_view(grad.detach())
+    if inv_scale is not None:
+        values = _product(values, inv_scale)
+    if grad.is_complex():
+        values = torch.view_as_complex(values)
+    # The maximum of real numbers is exact in any dtype.
+    is_exact = order == torch.inf and not grad.is_complex()
+    dtype = None if is_exact else widest(grad.device, grad.is_complex())
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()  # of a DTensor
@@ -656,7 +646,7 @@ def _local(grad: Tensor) -> Tensor:
     local = grad.to_local() if hasattr(grad, "to_local") else grad
     if type(local) is not Tensor:
         return allocate(torch.empty, 0, dtype=torch.float32, device="cpu")
-    return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local.detach()
+    return local.detach()
 
 
 def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:

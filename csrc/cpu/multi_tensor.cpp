@@ -127,8 +127,8 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
 // it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) {
   if (bits == 0 && how != Factor::kNone) {
-    // An infinite factor makes zeros NaN and others infinite: a tensor counts as infinite, whichever
-    // of them it has.
+    // An infinite factor makes zeros NaN and others infinite: a tensor counts as infinite,
+    // whichever of them it has.
     const float used = used_value(0.0f, how, factor);
     return std::isnan(used) && !std::isnan(factor) ? INFINITY : used;
   }

@@ -182,7 +182,8 @@ def test_checksums() -> None:
         assert int(watch.checksum(other)) != expected
     few = [torch.tensor(row) for row in ([0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0, 0.0])]
     few += [row.to(kind) for row in few for kind in (torch.float16, torch.float64)]
-    few += [torch.ones(2, dtype=torch.complex64) * factor for factor in (1, 1j)]
+    turned = torch.ones(2, dtype=torch.complex64) * 1j
+    few += [turned / 1j, turned, turned.conj()]
     assert len({int(watch.checksum(row)) for row in few}) == len(few)
     nans = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
     assert watch.checksum(nans[:1]) == watch.checksum(nans[1:])
