@@ -43,10 +43,10 @@ def test_the_fsdp2_example_gives_the_same_with_both_scalers() -> None:
     assert planted.endswith("skipped: [True, True]")
 
 
-def recipe() -> list[float]:
-    """Norms of the program on the page, on one of its ranks."""
+def recipe(title: str) -> list[float]:
+    """Norms of a program on the page, on one of its ranks."""
     page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    section = page.split("## Mixtures of experts")[1].split("```python")[1].split("```")[0]
+    section = page.split(f"## {title}")[1].split("```python")[1].split("```")[0]
     begin, end = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
     try:
@@ -83,5 +83,20 @@ def in_one_process() -> list[float]:
 
 def test_the_recipe_for_mixtures_of_experts() -> None:
     expected = in_one_process()
-    for seen in ranks.run(recipe, ranks=WORLD):
+    for seen in ranks.run(recipe, "Mixtures of experts", ranks=WORLD):
+        assert seen == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_recipe_for_pipelines() -> None:
+    torch.manual_seed(0)
+    stages = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(2)]
+    model, expected = torch.nn.Sequential(*stages), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        data, target = torch.randn(32, 64), torch.randn(32, 64)
+        (model(data) - target).square().mean().backward()
+        expected.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    for seen in ranks.run(recipe, "Pipelines", ranks=2):
         assert seen == pytest.approx(expected, rel=1e-5)
