@@ -53,12 +53,23 @@ def fault_of(
     Raises:
         Exception: What torch raises where the implementation does not take such parameters.
     """
-    key = kind, dtype, device.type, operators(torch)
+    key = _key(kind, dtype, device)
     if key not in _faults:
         with _unseen():
             found = [_try(kind, dtype, device, each) for each in _OPTIONS.get(kind.__name__, [{}])]
         _faults[key] = next(filter(None, found), None)
     return _faults[key]
+
+
+def is_tried(kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `fault_of` knows its answer without a trial."""
+    return _key(kind, dtype, device) in _faults
+
+
+def _key(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device
+) -> tuple[Any, ...]:
+    return kind, dtype, device.type, operators(torch)
 
 
 @contextmanager

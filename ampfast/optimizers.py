@@ -135,10 +135,9 @@ class ByOptimizer(Generic[Value]):
         return self.values.get(id(optimizer))
 
 
-_STATEMENT, _HOOKS = "_step_supports_amp_scaling", "_optimizer_step_pre_hooks"
-_UNSAID = object()
+_FLAG = "_step_supports_amp_scaling"
 
-# By optimizer: its class and parameters when it was last judged, and the answer.
+# By optimizer: what its answer depends on, as it was when last judged, and the answer.
 _judged = ByOptimizer[tuple[list[Any], bool]]()
 _warned: set[tuple[Any, ...]] = set()
 
@@ -146,110 +145,84 @@ _warned: set[tuple[Any, ...]] = set()
 def divides_by_itself(optimizer: Any) -> bool:
     """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
 
-    The object that gets these two attributes must say so itself: not another one, to which its
-    `__getattr__` or a property leads, or from which it has its attributes. And torch's kernels must
-    do it. Any other optimizer gets unscaled gradients, and the host skips its step.
+    Its class says so, or the object itself if torch's constructor made it: what it has from another
+    optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
+    fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
+    host skips its step.
     """
     try:
         # vars() would ask __getattr__ where there is no __dict__.
         own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
     except AttributeError:
         own = {}
-    stated = own.get(_STATEMENT, _UNSAID)
-    if stated is _UNSAID:
-        stated = getattr(type(optimizer), _STATEMENT, False)
-        if hasattr(type(stated), "__get__"):
-            is_own = _HOOKS in own and _is_alone(optimizer, own)
-            if isinstance(stated, property) and not is_own:
-                return False
-            stated = getattr(optimizer, _STATEMENT, False)
+    kind = type(optimizer)
+    stated = own.get(_FLAG)
+    if stated is None:
+        stated = getattr(kind, _FLAG, None) is True
     if not stated:
         return False
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return _is_alone(optimizer, own)
-    seen: list[Any] = [type(optimizer), fused_trial.operators(torch)]
+        return getattr(kind, _FLAG, None) is True
+    seen: list[Any] = [kind, stated, fused_trial.operators(torch)]
     for group in optimizer.param_groups:
-        params = group["params"]
-        first = next(iter(params), None)
-        seen += (
-            id(params),
-            len(params),
-            getattr(first, "dtype", None),
-            getattr(first, "device", None),
-        )
+        seen += (group.get("fused"), core.kinds_of(group["params"]))
     known = _judged.values.get(id(optimizer))
     if known is not None and known[0] == seen:
         return known[1]
-    divides = _is_alone(optimizer, own) or _has_own_hooks(optimizer, own)
-    if divides and is_capturing():
-        return True  # nothing can be tried here
-    divides = divides and _has_right_kernels(optimizer)
-    _judged.record(optimizer, (seen, divides))
+    divides, is_final = False, True
+    if getattr(kind, _FLAG, None) is True or _is_made_by_torch(kind, own):
+        divides, is_final = _divides_rightly(optimizer)
+    if is_final:
+        _judged.record(optimizer, (seen, divides))
     return divides
 
 
-def _is_alone(optimizer: object, own: dict[str, Any]) -> bool:
-    """Whether an object has neither another optimizer nor the attributes of one."""
-    if _HOOKS in own and not isinstance(optimizer, torch.optim.Optimizer):
-        return False
-    return not _held_optimizers(optimizer, own)
+def _is_made_by_torch(kind: Any, own: dict[str, Any]) -> bool:
+    """Whether torch's constructor made an optimizer, and its attributes are no other one's."""
+    # The constructor sets this name, and wraps the step of the class.
+    name = f"Optimizer.zero_grad#{kind.__name__}.zero_grad"
+    return own.get("_zero_grad_profile_name") == name and getattr(kind.step, "hooked", False)
 
 
-def _has_own_hooks(optimizer: object, own: dict[str, Any]) -> bool:
-    """Whether an optimizer has hooks that torch made for it, and not for one that it holds."""
-    hooks, held = own.get(_HOOKS), _held_optimizers(optimizer, own)
-    return hooks is not None and all(getattr(each, _HOOKS, None) is not hooks for each in held)
+def _divides_rightly(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
+    """Whether an optimizer that says that it divides does so, and whether that is settled.
 
-
-def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
-    """Other optimizers among an object's attributes, also by a method of one or in a container.
-
-    Torch's own attributes are containers without optimizers, some with an entry per parameter.
+    Another optimizer's word is taken; torch's fused kernels, if it has these, are tried.
     """
-    values: list[Any] = []
-    for name, each in own.items():
-        if isinstance(each, (list, tuple)) and name != "param_groups":
-            values += each
-        elif isinstance(each, dict) and name not in ("state", "defaults"):
-            values += each.values()
-        else:
-            values.append(each.__self__ if type(each) is MethodType else each)
-    return [
-        value
-        for value in values
-        if hasattr(type(value), "step")
-        and value is not optimizer
-        and hasattr(value, "param_groups")
-        and getattr(value, "__dict__", None) is not own
-    ]
-
-
-def _has_right_kernels(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's fused kernels, if the optimizer has these, are right for its parameters."""
     has_masters, kind = False, type(optimizer)
     if isinstance(optimizer, MasterWeights):
         has_masters, kind = True, optimizer._master_weights_of
-    torchs = fused_trial.torchs_class(kind)
+    torchs, groups = fused_trial.torchs_class(kind), optimizer.param_groups
+    is_option = torchs is not None or getattr(optimizer, "defaults", {}).get("fused")
+    if is_option and not all(group.get("fused") for group in groups):
+        return False, True  # as after loading a checkpoint of a plain one
     if torchs is None:
-        return True
+        return True, True
     devices: dict[tuple[torch.dtype, str], torch.device] = {}
-    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+    for param in chain.from_iterable(group["params"] for group in groups):
         dtype = torch.float32 if has_masters and param.dtype.itemsize == 2 else param.dtype
-        if dtype.is_floating_point:
+        is_trained = param.requires_grad or param.grad is not None
+        if is_trained and dtype.is_floating_point and param.device.type != "meta":
             devices[dtype, param.device.type] = param.device
-    is_right = True
+    is_right = is_final = True
     for (dtype, device_type), device in devices.items():
+        if is_capturing() and not fused_trial.is_tried(torchs, dtype, device):
+            is_final = False  # taken for right until it can be tried
+            continue
+        is_tried = True
         try:
             fault = fused_trial.fault_of(torchs, dtype, device)
-        except Exception:
-            continue  # so does the optimizer's step
-        if fault is not None:
-            is_right = False
-            if (torchs, dtype, device_type) not in _warned:
-                _warned.add((torchs, dtype, device_type))
-                warn_caller(
-                    f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
-                    "trial has found: the scaler unscales and skips by itself, as for an "
-                    "optimizer that is not fused. Make the optimizer with fused=False"
-                )
-    return is_right
+        except Exception as error:
+            fault, is_tried = f"could not be tried ({error!r})", False
+        if fault is None:
+            continue
+        is_right, is_final = False, is_final and is_tried
+        if (torchs, dtype, device_type, is_tried) not in _warned:
+            _warned.add((torchs, dtype, device_type, is_tried))
+            found = ", as a trial has found" if is_tried else ""
+            warn_caller(
+                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}{found}: "
+                "the scaler unscales and skips by itself, as for an optimizer that is not fused. "
+                "Make the optimizer with fused=False"
+            )
+    return is_right, is_final

@@ -536,6 +536,32 @@ PyObject* has_parameters(PyObject* const* args) {
                          for_each_plain_group(args[0], are_same));
 }
 
+// kinds_of(params) -> bytes, two for each dtype and device type of the parameters that are trained
+PyObject* kinds_of(PyObject* const* args) {
+  const py::object params = py::reinterpret_steal<py::object>(
+      PySequence_Fast(args[0], "the parameters of a group must be a sequence"));
+  if (!params) {
+    return nullptr;
+  }
+  c10::SmallVector<uint16_t, 8> kinds;
+  PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i) {
+    if (!THPVariable_Check(items[i])) {
+      continue;
+    }
+    const at::Tensor& param = THPVariable_Unpack(items[i]);
+    const auto dtype = static_cast<uint16_t>(param.scalar_type());
+    const auto kind =
+        static_cast<uint16_t>(dtype << 8 | static_cast<uint8_t>(param.device().type()));
+    const bool is_trained = param.requires_grad() || param.grad().defined();
+    if (is_trained && std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
+      kinds.push_back(kind);
+    }
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(kinds.data()),
+                                   static_cast<Py_ssize_t>(kinds.size() * sizeof(uint16_t)));
+}
+
 // drop_unheld(values) drops the tensors of a dict that are held by nothing else.
 PyObject* drop_unheld(PyObject* const* args) {
 #ifndef Py_GIL_DISABLED  // counts of references are approximate there
@@ -568,6 +594,7 @@ void bind_steps(py::module_& m) {
   add_call<share_memory, 1>(m, "share_memory");
   add_call<is_found, 1>(m, "is_found");
   add_call<has_parameters, 2>(m, "has_parameters");
+  add_call<kinds_of, 1>(m, "kinds_of");
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");

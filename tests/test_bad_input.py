@@ -81,19 +81,25 @@ def forgotten(call: str, scaler: GradScaler) -> Any:
     return optimizer
 
 
+# Of a class that says that it divides.
+Reader: Any = type(
+    "SimpleNamespace",
+    (types.SimpleNamespace,),
+    {"__module__": "types", "_step_supports_amp_scaling": True},
+)
+
+
 def without_step(scaler: GradScaler) -> Any:
     return types.SimpleNamespace(param_groups=[group(torch.ones(1))])
 
 
 def reader_without_step(scaler: GradScaler) -> Any:
-    return types.SimpleNamespace(
-        _step_supports_amp_scaling=True, param_groups=[group(torch.ones(1))]
-    )
+    return Reader(param_groups=[group(torch.ones(1))])
 
 
 CLIP = "clip_grad_norm_"
 FP16, NO_CHECKS = "^Attempting to unscale FP16 gradients", "^No inf checks were recorded for this"
-TWICE, NO_STEP = "has already been called", "types.SimpleNamespace' object has no attribute 'step'"
+TWICE, NO_STEP = "has already been called", "SimpleNamespace' object has no attribute 'step'"
 MISSING = "expected an optimizer, an object with param_groups and step, got "
 Make = Callable[[GradScaler], Any]
 Case = tuple[Make, str, type[Exception], str, tuple[str, ...]]

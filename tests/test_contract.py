@@ -62,7 +62,8 @@ def error(*calls: str, on: tuple[Any, ...] = ()) -> None:
     def use(kind: Scaler) -> None:
         names = {"s": started(kind), "o": sgd_with(*[g() for g in on] or [torch.ones(2)])}
         for call in calls:
-            exec(call, {**names, "new": kind("cpu"), "half": half, "groups": groups})
+            made = {"new": kind("cpu"), "fused": torch.optim.SGD([six(2)], fused=True)}
+            exec(call, {**names, **made, "half": half, "groups": groups})
 
     ERRORS[f"{'; '.join(calls)} {len(ERRORS)}"] = use
 
@@ -89,7 +90,7 @@ error("o.zero_grad()", "s.step(o)")
 error("s.update()")
 error("new.update(2.0)")
 error("s.step(object())")
-error("s._get_scale_async = lambda: None", "o._step_supports_amp_scaling = True", "s.step(o)")
+error("s._get_scale_async = lambda: None", "s.step(fused)")
 for _groups in ("[{'params': [1]}]", "[{}]", "None"):
     error(f"s.unscale_(groups({_groups}))")
 error("s.unscale_(o)", on=(lambda: torch.ones(2), lambda: torch.ones(2).half()))

@@ -100,8 +100,8 @@ def test_the_scaler_refuses_it(
         bad = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
     bad.grad = GRADIENTS[kind](size)
     optimizer = torch.optim.SGD([good, bad], lr=1.0)
-    # torch's fused optimizers have this attribute, and this one becomes fused.
-    optimizer._step_supports_amp_scaling = fused
+    # As of torch's fused optimizers, whose constructor takes no complex parameter.
+    optimizer.param_groups[0]["fused"] = optimizer._step_supports_amp_scaling = fused
     scaler = started(backend=backend, track="overflow")
     with REFUSED:
         getattr(scaler, call[0])(optimizer, *call[1:])

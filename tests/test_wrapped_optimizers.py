@@ -54,28 +54,23 @@ class Copying(Wrapper):
 
 
 class CopyingBeside(torch.optim.SGD):
-    """Has the attributes of the other one, which it holds in a container."""
+    """Has the attributes of the other one, which it holds in containers."""
 
-    def __init__(self, inner: torch.optim.Optimizer, container: Any = None) -> None:
-        vars(self).update(vars(inner), held=container or (inner,))
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        vars(self).update(vars(inner), held=[("SGD", inner)])
 
     def step(self) -> object:  # type: ignore[override]
-        return self.held[0].step()
+        return self.held[0][1].step()
 
 
-def copying_beside_dict(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return CopyingBeside(inner, {0: inner})
-
-
-class Sharing(Wrapper):
+class CopyingLate(CopyingBeside):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.__dict__ = vars(inner)
-        self.inner = inner
+        torch.optim.Optimizer.__init__(self, inner.param_groups, {})
+        super().__init__(inner)
 
 
-def hiding(inner: torch.optim.Optimizer) -> Any:
-    """A copy of the attributes beside a step that only a closure leads to."""
-    return types.SimpleNamespace(**{**vars(inner), "step": lambda: inner.step()})
+def of_one_name(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return type("SGD", (CopyingBeside,), {"step": lambda self: self.held[0][1].step()})(inner)
 
 
 def bound(inner: Any) -> Any:
@@ -84,9 +79,28 @@ def bound(inner: Any) -> Any:
     )
 
 
+def of_plain_groups(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """As after loading a checkpoint of a plain optimizer."""
+    state = inner.state_dict()
+    state["param_groups"][0]["fused"] = None
+    inner.load_state_dict(state)
+    return inner
+
+
+def of_a_plain_group(inner: Any) -> Any:
+    inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "fused": False})
+    return inner
+
+
+def of_a_subclass(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Its step calls torch's."""
+    names: Any = {"step": lambda self: super(Subclass, self).step()}
+    return of_plain_groups(type("Own", (Subclass,), names)(inner))
+
+
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, PropertyOfOptimizer, Copying, Sharing, hiding, bound),
-    *(CopyingBeside, copying_beside_dict),
+    *(Delegating, Slotted, PropertyOfOptimizer, Copying, CopyingBeside, CopyingLate, of_one_name),
+    *(bound, of_plain_groups, of_a_plain_group, of_a_subclass),
 ]
 
 
@@ -120,10 +134,6 @@ class OfClass(torch.optim.Optimizer):
                     param -= 0.125 * param.grad / (self.grad_scale or 1)
 
 
-class OfProperty(OfClass):
-    _step_supports_amp_scaling = property(lambda self: True)  # type: ignore[assignment]
-
-
 class Subclass(torch.optim.SGD):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, fused=True)
@@ -134,7 +144,7 @@ def itself(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 DIVIDING: list[Callable[[Any], Any]] = [
-    *(itself, Subclass, Forwarding, OfClass, OfProperty, ampfast.master_weights_)
+    *(itself, Subclass, Forwarding, OfClass, ampfast.master_weights_)
 ]
 
 
@@ -165,7 +175,8 @@ def test_a_step_is_right_or_skipped(
     param = torch.nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([param], lr=0.125, fused=True)
     optimizer = make(inner)
-    calls = calls_of(inner, optimizer) if make in DIVIDING else calls_of(inner)
+    is_torchs = isinstance(optimizer, torch.optim.Optimizer)
+    calls = calls_of(inner, optimizer) if is_torchs else calls_of(inner)
     scaler = kind("cpu", 1024.0)
     scaler.scale((param * torch.tensor([1.0, factor])).sum()).backward()
     if way == "unscale_":
@@ -269,7 +280,65 @@ def test_a_wrong_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     param.grad = torch.full_like(param, torch.inf)
     pretend_capture(monkeypatch)
     scaler.step(torch.optim.Adam([param], fused=True))
+    assert not param.isnan().any(), "what a trial has found counts in a capture, too"
+    scaler.update()
+    monkeypatch.setattr(torch, name, FAULTS[words](getattr(torch, name)))
+    scaler.step(torch.optim.Adam([param], fused=True))
     assert param.isnan().all(), "without a trial, which cannot be captured, it is taken for right"
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_layer_may_change_its_dtype(
+    default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are trained are judged, a frozen one is not; the default dtype plays no part."""
+
+    def idle(params: Any, *args: Any, **kwargs: Any) -> None:
+        if params[0].dtype is not torch.bfloat16:
+            operator(params, *args, **kwargs)
+
+    operator, params = torch._fused_sgd_, [ones(), ones(), ones()]
+    monkeypatch.setattr(torch, "_fused_sgd_", idle)
+    optimizer: Any = torch.optim.SGD(params, lr=0.5, fused=True)
+    scaler, params[0].data = ampfast.GradScaler("cpu", 2.0), torch.ones(64, dtype=torch.float8_e5m2)
+    params[0].requires_grad_(False)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(hasattr(optimizer, "grad_scale")))
+    torch.set_default_dtype(default)
+    try:
+        for dtype in (torch.float32, torch.float32, torch.bfloat16):
+            params[2].data = params[2].data.to(dtype)
+            scaler.scale(torch.ones((), dtype=torch.float32))
+            for param in params[1:]:
+                param.grad = torch.full_like(param, 2.0)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [True, True, False]
+
+
+def test_a_trial_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_once(*args: Any, **kwargs: Any) -> None:
+        if len(seen) == 0:
+            raise MemoryError
+        operator(*args, **kwargs)
+
+    operator, param = torch._fused_adagrad_, ones()
+    monkeypatch.setattr(torch, "_fused_adagrad_", fails_once)
+    optimizer: Any = torch.optim.Adagrad([param], fused=True)
+    if not hasattr(optimizer, "_step_supports_amp_scaling"):
+        pytest.skip("to a scaler, the fused Adagrad of this torch is a plain optimizer")
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(hasattr(optimizer, "grad_scale")))
+    scaler = ampfast.GradScaler("cpu", 2.0)
+    with pytest.warns(UserWarning, match=r"fused Adagrad could not be tried \(MemoryError"):
+        for _ in range(2):
+            scaler.scale(torch.ones(()))
+            param.grad = torch.full_like(param, 2.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert seen == [False, True]
 
 
 def test_kernels_as_of_a_gpu_are_right(monkeypatch: pytest.MonkeyPatch) -> None:

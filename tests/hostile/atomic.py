@@ -32,7 +32,7 @@ SCALE, BACKOFF = 8.0, 0.5
 class Counted:
     """Optimizer whose step cannot fail and is counted."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
         self.gradients = [
             make_gradient(layout, dtype) * SCALE
@@ -42,7 +42,6 @@ class Counted:
         for param, gradient in zip(self.params, self.gradients, strict=True):
             param.grad = gradient
         self.param_groups = [{"params": self.params}]
-        self._step_supports_amp_scaling = fused
         self.divisor: Any = NOT_STEPPED
 
     def step(self) -> None:
@@ -50,11 +49,15 @@ class Counted:
             self.divisor = self.__dict__.get("grad_scale")
 
 
+class Dividing(Counted):
+    _step_supports_amp_scaling = True
+
+
 class Rig:
     """Scaler and optimizer of one trial."""
 
     def __init__(self, fused: bool, **arguments: Any) -> None:
-        self.optimizer: Any = Counted(fused)
+        self.optimizer: Any = Dividing() if fused else Counted()
         self.scaler: Any = started(
             GradScaler, SCALE, growth_interval=1, backoff_factor=BACKOFF, **arguments
         )
