@@ -136,7 +136,8 @@ def test_the_sharded_scaler_has_torchs_arguments_and_dtypes() -> None:
 def test_as_torchs_suite_uses_a_group_of_one_rank(kind: type[GradScaler]) -> None:
     assert not dist.is_initialized()
     optimizer = SGD([parameter_like(torch.tensor([math.inf]))], lr=1.0)
-    scaler = copy.deepcopy(started(kind, process_group=Alone()))
+    scaler = copy.deepcopy(kind("cpu", process_group=Alone()))
+    scaler.scale(torch.ones(()))
     assert scaler.step(optimizer) is None
     assert scaler.step_skipped(optimizer)
     if kind is ShardedGradScaler:  # which takes gradients of FSDP's mixed precision
