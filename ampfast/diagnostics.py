@@ -120,8 +120,8 @@ class Diagnostics(Passes):
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
 
-        Values count as the optimizer would have used them. Counts are of living optimizers and are
-        in no pickle or checkpoint. One host sync.
+        Values count as the optimizer would have used them. Optimizers that were deleted are
+        listed, too, the last 64. Counts are in no pickle or checkpoint. One host sync.
 
         With a `process_group` or distributed gradients all ranks must call this: their reports are
         matched by the names and places of parameters, each count with its maximum.
@@ -142,7 +142,7 @@ class Diagnostics(Passes):
                 f"overflow_report() knows nothing: {type(self).__name__} overrides a hook, and "
                 "only gradients that ampfast's own method reads are tracked"
             )
-        report = self._tracking.overflow_report(self._names)
+        report = self._tracking.overflow_report()
         if self._finder is not None:
             report = replace(report, module=self._finder.report())
         if local or not self._enabled:
@@ -175,7 +175,7 @@ class Diagnostics(Passes):
         if self._track != "norms":
             raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
         refuse_capture("a report that the host reads", "ask after the replay")
-        report = self._tracking.norm_report(self._names)
+        report = self._tracking.norm_report()
         if self._enabled and not report.parameters and overrides(self, self._originals[0]):
             raise RuntimeError(
                 f"grad_norms() knows nothing: {type(self).__name__} overrides a hook, and then "

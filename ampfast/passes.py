@@ -61,7 +61,7 @@ class Passes(TorchGradScaler):
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
-    _tracking = cached_property(lambda self: tracking.Tracking(self._track == "norms"))
+    _tracking = cached_property(lambda self: tracking.Tracking(self._names, self._track == "norms"))
     _names = cached_property(lambda self: tracking.Names())
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())

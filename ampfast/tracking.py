@@ -27,6 +27,9 @@ _EVERYWHERE = (
     '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
+# Deleted optimizers that are still in reports.
+_MOST_DELETED = 64
+
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
 
@@ -69,8 +72,8 @@ class OverflowReport:
         totals: All parameters that ever overflowed.
         is_everywhere: Whether these are all trainable parameters, two or more, of the optimizers
             that overflowed in that step: their common cause is the loss or an activation.
-        module: With `track="modules"`, the first module whose values were not finite, in the last
-            forward pass that had one.
+        module: With `track="modules"`, the first module whose values were not finite in the passes
+            with gradients of that step.
     """
 
     step: int | None
@@ -108,7 +111,8 @@ class OverflowReport:
             )
         joint = cls.of(rows.values())
         everywhere = all(each.is_everywhere and each.step == joint.step for each in reports)
-        module = next((each.module for each in reports if each.module is not None), None)
+        found = (each.module for each in reports if each.step == joint.step)
+        module = next((each for each in found if each is not None), None)
         return replace(joint, is_everywhere=everywhere, module=module)
 
     def __str__(self) -> str:
@@ -136,13 +140,16 @@ class Tracking:
     """Tables of a scaler with a row for each parameter of its optimizers.
 
     Args:
+        names: Names of parameters.
         measures: Whether norms are kept by parameter, too.
     """
 
-    def __init__(self, measures: bool = False) -> None:
+    def __init__(self, names: Names, measures: bool = False) -> None:
         self.is_empty = True  # before the first pass
-        self._measures = measures
+        self._names, self._measures = names, measures
         self._records: ByOptimizer[_Record] = ByOptimizer()
+        # In the order of the optimizers' first passes.
+        self._histories: list[_History] = []
 
     def start(
         self, optimizer: Any, groups: Groups, steps: Tensor
@@ -156,14 +163,23 @@ class Tracking:
         record = self._records.get(optimizer)
         listed = [{"params": group} for group in groups]
         if record is None or not has_parameters(listed, record.groups):
-            last, record = record, _Record(groups)
-            if last is not None:
+            last, record = record, _Record(groups, type(optimizer).__name__)
+            if last is None:
+                deleted = [each for each in self._histories if each.record() is None]
+                for each in deleted[:-_MOST_DELETED]:
+                    self._histories.remove(each)
+                self._histories.append(record.history)
+            else:
                 refuse_capture("a change of an optimizer's parameters")
                 record.take_marks(last)
+                self._histories[self._histories.index(last.history)] = record.history
             self._records.record(optimizer, record)
+            record.history.look(self._names.known())
         if self._measures:
             record.reset_squares()
-        return lambda device: Track(record.marks_on(device), scalars.moved(steps[:1], device))
+        return lambda device: Track(
+            record.history.marks_on(device), scalars.moved(steps[:1], device)
+        )
 
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
         """Returns a pass over plain gradients that marks overflows, without a walk in Python.
@@ -175,61 +191,61 @@ class Tracking:
         if (
             record is None
             or steps is None
-            or steps.device not in record.marks
+            or steps.device not in record.history.marks
             or not has_parameters(optimizer.param_groups, record.groups)
         ):
             return None
         if self._measures:
             record.reset_squares()
-        return Pass(*work[:7], record.marks[steps.device], steps, *work[9:])
+        return Pass(*work[:7], record.history.marks[steps.device], steps, *work[9:])
 
     def record_norms(self, optimizer: Any) -> None:
         """Keeps the norms of a pass over an optimizer's gradients that has summed squares."""
         record = self._records.get(optimizer)
-        if record is not None and record.marks:
-            if record.norms is None:
+        if record is not None and record.history.marks:
+            marks = record.history.marks
+            if record.history.norms is None:
                 refuse_capture("the creation of norms by parameter")
-                record.norms = NormHistory(len(record.places), next(iter(record.marks)))
-            record.norms.append([torch_ops.squares_in(each) for each in record.marks.values()])
+                record.history.norms = NormHistory(len(record.params), next(iter(marks)))
+            record.history.norms.append([torch_ops.squares_in(each) for each in marks.values()])
 
-    def norm_report(self, names: Names) -> NormReport:
+    def norm_report(self) -> NormReport:
         """Norms of all optimizers' parameters; one host sync."""
-        records = [(o, r, r.norms.summary()) for o, r in self._records if r.norms is not None]
-        known = names.of([param for _, record, _ in records for param in record.params])
-        on_host = _rows_on_host([summary for *_, summary in records])
+        self._look()
+        measured = [each.norms.summary() for each in self._histories if each.norms is not None]
+        on_host = _rows_on_host(measured)
         return NormReport(
             tuple(
-                ParameterNorms(
-                    known.get(param, f"group {group}, parameter {i}"),
-                    *(number, type(optimizer).__name__, group, i, *next(on_host)),
-                )
-                for number, (optimizer, record, _) in enumerate(records)
-                for param, (group, i) in zip(record.params, record.places, strict=True)
+                ParameterNorms(*place, *next(on_host))
+                for number, each in enumerate(self._histories)
+                if each.norms is not None
+                for place in each.places(number)
             )
         )
 
-    def overflow_report(self, names: Names) -> OverflowReport:
+    def overflow_report(self) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
-        records = list(self._records)
-        known = names.of([param for _, record in records for param in record.params])
-        tables = [table for _, record in records for table in record.marks.values()]
-        on_host = _rows_on_host(tables)
+        self._look()
+        on_host = _rows_on_host([t for each in self._histories for t in each.marks.values()])
         totals: list[ParameterOverflows] = []
-        trainable = set()
-        for number, (optimizer, record) in enumerate(records):
-            read = [list(islice(on_host, len(table))) for table in record.marks.values()]
-            for param, (group, i), *rows in zip(record.params, record.places, *read, strict=True):
-                # Of what is empty there is no value that could be infinite.
-                if param.requires_grad and (is_lazy(param) or param.numel()):
-                    trainable.add((number, group, i))
-                name = known.get(param, f"group {group}, parameter {i}")
-                place = name, number, type(optimizer).__name__, group, i
+        for number, each in enumerate(self._histories):
+            read = [list(islice(on_host, len(table))) for table in each.marks.values()]
+            for place, *rows in zip(each.places(number), *read, strict=True):
                 totals += _overflows(place, rows)
         report = OverflowReport.of(totals)
         hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
-        optimizers = {number for number, *_ in hit}
-        trainable = {place for place in trainable if place[0] in optimizers}
+        trainable = {
+            (number, *place)
+            for number in {row.optimizer for row in report.parameters}
+            for place in self._histories[number].trainable
+        }
         return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
+
+    def _look(self) -> None:
+        """Looks up the names of living optimizers' parameters; raises if none has one."""
+        known = self._names.of([param for _, record in self._records for param in record.params])
+        for _, record in self._records:
+            record.history.look(known)
 
 
 def _rows_on_host(tables: Sequence[Tensor]) -> Iterator[list[Any]]:
@@ -286,8 +302,8 @@ class Names:
         self._of_modules = kept
         drop_unheld(self._given)
 
-    def of(self, params: Sequence[Tensor]) -> dict[Tensor, str]:
-        """Returns names by parameter; raises if names were given, but none of these parameters."""
+    def known(self) -> dict[Tensor, str]:
+        """Returns names by parameter."""
         drop_unheld(self._given)
         names: dict[Tensor, str] = {}
         for (reference, key), name in self._of_modules.items():
@@ -295,7 +311,11 @@ class Names:
             param = None if module is None else module._parameters.get(key)
             if param is not None:
                 names[param] = name
-        names.update(self._given)
+        return {**names, **self._given}
+
+    def of(self, params: Sequence[Tensor]) -> dict[Tensor, str]:
+        """Returns names by parameter; raises if names were given, but none of these parameters."""
+        names = self.known()
         # A single parameter without a name is listed by its place.
         if self._were_given and params and not any(param in names for param in params):
             raise ValueError(
@@ -306,43 +326,69 @@ class Names:
         return names
 
 
-class _Record:
-    """Tables of one optimizer, by device."""
+class _History:
+    """What is known of an optimizer's parameters; it outlives them and the optimizer."""
 
-    def __init__(self, groups: Groups) -> None:
-        # Held as long as the optimizer has them: an address may be that of a new parameter, and
-        # torch cannot convert parameters that have weak references.
-        self.groups = tuple(map(tuple, groups))
-        self.params = list(chain.from_iterable(self.groups))
+    def __init__(self, record: _Record, optimizer_type: str) -> None:
+        self.record, self._optimizer_type = weakref.ref(record), optimizer_type
         # Group and index in it of each parameter.
-        self.places = [(g, index) for g, group in enumerate(groups) for index in range(len(group))]
+        self._places = [(g, i) for g, group in enumerate(record.groups) for i in range(len(group))]
+        self._names: list[str] = []
+        self.trainable: list[tuple[int, int]] = []
         self.marks: dict[torch.device, Tensor] = {}
         self.norms: NormHistory | None = None
 
-    def take_marks(self, last: _Record) -> None:
-        """Copies marks and norms of the parameters that another record has, too."""
-        rows = {param: row for row, param in enumerate(last.params)}
-        moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
-        for device, marks in last.marks.items() if moves else ():
-            pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
-            old, new = pairs.unbind(1)
-            self.marks_on(device).index_copy_(0, new, marks[old])
-        if moves and last.norms is not None:
-            self.norms = last.norms.taken(moves, len(self.places))
+    def look(self, names: dict[Tensor, str]) -> None:
+        """Looks at the parameters, which live, and at their names."""
+        record = self.record()
+        if record is not None:
+            listed = list(zip(record.params, self._places, strict=True))
+            self._names = [names.get(p, f"group {g}, parameter {i}") for p, (g, i) in listed]
+            # Of what is empty there is no value that could be infinite.
+            self.trainable = [
+                place for p, place in listed if p.requires_grad and (is_lazy(p) or p.numel())
+            ]
 
-    def reset_squares(self) -> None:
-        """Sets the sums of squares to 0, before a pass."""
-        for marks in self.marks.values():
-            torch_ops.squares_in(marks).zero_()
+    def places(self, number: int) -> list[tuple[str, int, str, int, int]]:
+        """The first columns of each parameter's rows in reports; the optimizer has a number."""
+        named = zip(self._names, self._places, strict=True)
+        return [(name, number, self._optimizer_type, *place) for name, place in named]
 
     def marks_on(self, device: torch.device) -> Tensor:
         """The table of a device."""
         if device not in self.marks:
             refuse_capture("the creation of tracking tables")
-            shape = len(self.places), MARK_WORDS
+            shape = len(self._places), MARK_WORDS
             marks = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
             self.marks[device] = marks
         return self.marks[device]
+
+
+class _Record:
+    """The parameters of one optimizer, for as long as it lives."""
+
+    def __init__(self, groups: Groups, optimizer_type: str) -> None:
+        # Held as long as the optimizer has them: an address may be that of a new parameter, and
+        # torch cannot convert parameters that have weak references.
+        self.groups = tuple(map(tuple, groups))
+        self.params = list(chain.from_iterable(self.groups))
+        self.history = _History(self, optimizer_type)
+
+    def take_marks(self, last: _Record) -> None:
+        """Copies marks and norms of the parameters that another record has, too."""
+        rows = {param: row for row, param in enumerate(last.params)}
+        moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
+        for device, marks in last.history.marks.items() if moves else ():
+            pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
+            old, new = pairs.unbind(1)
+            self.history.marks_on(device).index_copy_(0, new, marks[old])
+        if moves and last.history.norms is not None:
+            self.history.norms = last.history.norms.taken(moves, len(self.params))
+
+    def reset_squares(self) -> None:
+        """Sets the sums of squares to 0, before a pass."""
+        for marks in self.history.marks.values():
+            torch_ops.squares_in(marks).zero_()
 
 
 def require_known(track: str | None) -> None:

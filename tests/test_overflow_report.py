@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,9 +194,32 @@ def test_several_optimizers_and_dtypes() -> None:
     second[1].grad[0] = NAN
     report = report_of(scaler, *optimizers)
     assert [(p.optimizer, p.index) for p in report.parameters] == [(1, 1)] and report.step == 1
-    del optimizers[0], first, param
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_a_deleted_optimizer_is_reported_and_keeps_no_parameters(names: bool) -> None:
+    scaler = started()
+
+    def train() -> Any:
+        model = net()
+        if names:
+            scaler.name_parameters(model)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, INF)
+        report_of(scaler, sgd(model.parameters()))
+        return weakref.ref(model[0].weight)
+
+    weight = train()
     gc.collect()
-    assert {p.optimizer_type for p in scaler.overflow_report().totals} == {"Adagrad"}
+    assert weight() is None
+    report = scaler.overflow_report()
+    assert report.is_everywhere and report.step == 0
+    assert report.parameters[0].name == ("0.weight" if names else "group 0, parameter 0")
+    other = sgd(parameters(NAN))
+    scaler.name_parameters([("other", other.param_groups[0]["params"][0])])
+    found = [(p.optimizer, p.name) for p in report_of(scaler, other).parameters]
+    assert found == [(1, "other")]
+    assert len(scaler.overflow_report().totals) == 5
 
 
 def test_irregular_gradients() -> None:

@@ -145,6 +145,9 @@ def test_scalers_get_arguments(python: Call) -> None:
     assert "ampfast: 4 steps, 4 skipped, " in done.stderr
     # In the error, and behind the line at the end.
     assert done.stderr.count("\ngroup 0, parameter 0 ") == 2
+    in_main = "def main():" + program.replace("\n", "\n    ") + "\nmain()\n"
+    done = python(in_main, "-m", "ampfast", "run", "--track", "overflow", "train.py")
+    assert "\ngroup 0, parameter 0 " in done.stderr, "the report on a deleted optimizer"
     program = TRAIN + "print(scaler.skip_above, torch.nn.utils.clip_grad_norm_.__module__)"
     done = python(program, "-m", "ampfast", "run", "--skip-above", "0.5", "--clip", "train.py")
     assert done.stdout.startswith("0.5 ampfast.")
