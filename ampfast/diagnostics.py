@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from ampfast.backends import scalars
 from ampfast.backends.core import overrides
 from ampfast.backends.scalars import joint_flag
 from ampfast.capture import refuse_capture
-from ampfast.find_nonfinite import NonFiniteFinder, find_nonfinite, remove_with
+from ampfast.find_nonfinite import NonFiniteFinder
 from ampfast.grad_norms import NormReport
 from ampfast.passes import Passes
 from ampfast.report import History, ScalerStats
@@ -99,7 +100,8 @@ class Diagnostics(Passes):
     def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters the names under which the reports list them.
 
-        May be called at any time, and again for another model. Reports look names up in the
+        May be called at any time, and for several models. With `track="modules"` their modules are
+        watched as long as model and scaler live. Reports look names up in the
         modules that have the parameters, which are not kept alive; a parameter of another pair
         keeps its name while something else holds it. Names are not part of a pickle.
 
@@ -112,16 +114,18 @@ class Diagnostics(Passes):
         """
         self._names.give(tracking.named(model), model)
         if self._track == "modules" and isinstance(model, torch.nn.Module):
-            if self._finder is not None:
-                self._finder.remove()
-            self._finder = find_nonfinite(model)
-            remove_with(self, self._finder)
+            if self._finder is None:
+                scaler = weakref.ref(self)
+                self._finder = NonFiniteFinder(lambda: _words_of(scaler()))
+                weakref.finalize(self, self._finder.remove).atexit = False
+            self._finder.watch(model)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
 
         Values count as the optimizer would have used them. Optimizers that were deleted are
-        listed, too, the last 64. Counts are in no pickle or checkpoint. One host sync.
+        listed, too, the last 64. Counts are in no pickle or checkpoint. One host sync, or two with
+        `track="modules"`.
 
         With a `process_group` or distributed gradients all ranks must call this: their reports are
         matched by the names and places of parameters, each count with its maximum.
@@ -143,8 +147,8 @@ class Diagnostics(Passes):
                 "only gradients that ampfast's own method reads are tracked"
             )
         report = self._tracking.overflow_report()
-        if self._finder is not None:
-            report = replace(report, module=self._finder.report())
+        if self._finder is not None and report.step is not None:
+            report = replace(report, module=self._finder.report_of(report.step))
         if local or not self._enabled:
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))
@@ -195,3 +199,7 @@ class Diagnostics(Passes):
                 "call step() or unscale_() first"
             )
         return flags
+
+
+def _words_of(scaler: Diagnostics | None) -> Tensor | None:
+    return None if scaler is None else scaler._loss_scale.words

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from itertools import islice
-from typing import Any, cast
+from itertools import count, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, core
 from ampfast.backends.core import Factor, Pass
-from ampfast.backends.scalars import allocate, new_flag
+from ampfast.backends.scalars import allocate, new_flag, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
@@ -34,6 +35,12 @@ _DTYPES = {
 }
 # Rows of a table that is added when the others are full.
 _ROWS = 32
+# What torch.nn.Module calls instead of `_call_impl`, if it is not None, and the code that looks.
+_PLACE = "_compiled_call_impl"
+_CALLED = torch.nn.Module._wrapped_call_impl.__code__
+_MARK: Any = "ampfast"
+# Numbers reads in their order, over all models.
+_TIME = count()
 # What holds no tensors, as most arguments that are none.
 _PLAIN = {bool, float, int, str, type(None)}
 
@@ -51,7 +58,7 @@ class ModuleFault:
         inputs_finite: Whether all that it was given was finite: its inputs or, in backward, the
             gradients of its outputs.
         largest: Largest magnitude of what it was given; None if that had no floating-point values.
-        passes_ago: Number of later forward passes of the model.
+        passes_ago: Number of later forward passes.
     """
 
     module: str
@@ -77,23 +84,28 @@ class ModuleFault:
         return f"{name} ({self.type}): {what} {became} in {dtype} ({told})"
 
 
+# When, in which table and in which row of it a tensor's largest magnitude was written.
+_Row = tuple[int, "_Table", int]
+
+
 @dataclass(eq=False, slots=True)
 class _Value:
-    """A tensor of a pass: the rows of the largest magnitudes of itself and of its gradients.
+    """A tensor of a pass: the rows of itself and of its gradients.
 
     A block that runs again in backward does not read its tensors again: they have no row.
     """
 
-    row: int | None
+    row: _Row | None
     dtype: torch.dtype
-    gradients: tuple[int, ...] = ()
+    gradients: tuple[_Row, ...] = ()
 
 
 @dataclass(slots=True)
 class _Call:
-    """A module's call: its place among the modules, what it was given and what it returned."""
+    """A module's call: name and class of the module, what it was given and what it returned."""
 
-    module: int
+    module: tuple[str, str]
+    within: _Pass
     inputs: list[_Value]
     outputs: list[_Value] = field(default_factory=list)
 
@@ -102,51 +114,54 @@ class _Table:
     """Rows for the sums of squares and largest magnitudes of tensors of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rows = allocate(torch.zeros, _ROWS, 2, dtype=torch.float64, device=device)
+        self.device, self.used = device, 0
         self._run = backends.choose().kernels_for(device).run
+        self.rows = allocate(torch.zeros, _ROWS, 2, dtype=widest(device), device=device)
         flag = new_flag(device)
-        # Made at once, as a view for each read takes as long as the read.
-        self._passes = [
-            Pass(False, Factor.NONE, found_inf=flag, accumulate=False, sums=row)
-            for row in self.rows.unbind()
-        ]
+        # Views that are made in inference mode cannot be written later.
+        with torch.inference_mode(False):
+            # Made at once, as a view for each read takes as long as the read.
+            self._passes = [
+                Pass(False, Factor.NONE, found_inf=flag, accumulate=False, sums=row)
+                for row in self.rows.unbind()
+            ]
 
-    def read(self, tensor: Tensor, number: int) -> None:
-        """Writes a row; NaN wins over other magnitudes."""
+    def take(self) -> int:
+        """Returns the number of a row that is not used yet."""
+        number = self.used
+        self.used = number + 1
+        return number
+
+    def read(self, tensor: Tensor) -> int:
+        """Writes a row and returns its number; NaN wins over other magnitudes."""
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
         if hasattr(tensor, "to_local"):
             with torch.no_grad():
                 tensor = tensor.to_local()
+        number = self.take()
         grads = core.list_of([tensor], self.device)
         if grads is None:
             TORCH_OPS.run(TensorList.of([tensor.detach()]), self._passes[number])
         else:
             self._run(grads, self._passes[number])
+        return number
 
 
 class _Pass:
-    """One forward pass of the model, and its backward.
+    """One forward pass of a model, and its backward."""
 
-    Args:
-        unused: Tables of earlier passes by device, to take from. New ones at every pass would have
-            Python collect garbage for as long as the reads take.
-        leaves: The hook of each leaf that a module was given, by id: leaves outlive their passes.
-    """
-
-    def __init__(
-        self, unused: dict[torch.device, list[_Table]], leaves: dict[int, RemovableHandle]
-    ) -> None:
-        self._unused, self._leaves = unused, leaves
-        # Calls in the order of their ends; calls that run now, the outermost first.
+    def __init__(self, finder: NonFiniteFinder) -> None:
+        self._finder = finder
+        self.has_graph = torch.is_grad_enabled()
+        self.watches: set[_Watch] = set()
+        # Calls in the order of their ends; rows in the order in which gradients came.
         self.ended: list[_Call] = []
-        self.running: list[_Call] = []
+        self.gradients: list[_Row] = []
+        # A scaler's number of completed updates when the first gradient came.
+        self.updates: _Row | None = None
         self.tables: list[_Table] = []
-        self.rows = 0
-        # Rows in the order in which gradients came.
-        self.gradients: list[int] = []
-        self.modules: set[int] = set()
+        self._filling: dict[torch.device, _Table] = {}
         self._values: dict[int, tuple[weakref.ref[Tensor], int, _Value]] = {}
 
     def value_of(self, tensor: Tensor, is_again: bool) -> _Value:
@@ -160,18 +175,8 @@ class _Pass:
         if tensor.requires_grad:
             handle = tensor.register_hook(partial(self._came, value))
             if tensor.is_leaf:
-                earlier = self._leaves.get(id(tensor))
-                if earlier is not None:
-                    earlier.remove()
-                self._leaves[id(tensor)] = handle
+                self._finder.keep_hook(tensor, handle)
         return value
-
-    def is_over_before(self, number: int, module: Any) -> bool:
-        """Whether a module's call begins another pass, as models may be called by their parts."""
-        if number == 0 and self.running:
-            return not _calls_itself(module)  # else the calls that run were interrupted
-        is_another = number == 0 or bool(self.gradients) or number in self.modules
-        return is_another and not self.running
 
     def forget(self) -> None:
         """Ends the forward pass: tensors may be freed, and others come to their addresses."""
@@ -180,56 +185,112 @@ class _Pass:
     def drop(self) -> None:
         """Gives its tables to later passes; a backward that still comes has others."""
         for table in self.tables:
-            self._unused[table.device].append(table)
-        self.tables, self.rows = [], 0
+            table.used = 0
+            self._finder.unused[table.device].append(table)
+        self.tables.clear()
+        self._filling.clear()
 
     def _came(self, value: _Value, gradient: Tensor) -> None:
+        if not self.gradients:
+            self._keep_updates()
         row = self._measure(gradient)
         value.gradients += (row,)
         self.gradients.append(row)
 
-    def _measure(self, tensor: Tensor) -> int:
-        """Writes the largest magnitude of a tensor to a new row."""
-        number = self.rows % _ROWS
-        if number == 0 or self.tables[-1].device != tensor.device:
-            self.rows += -self.rows % _ROWS
-            number = 0
-            unused = self._unused[tensor.device]
-            self.tables.append(unused.pop() if unused else _Table(tensor.device))
-        row = self.rows
-        self.rows += 1
-        self.tables[-1].read(tensor, number)
-        return row
+    @torch.no_grad()
+    def _keep_updates(self) -> None:
+        # On the device: neither does the host wait, nor does a replayed graph keep an old number.
+        words = self._finder.words()
+        if words is not None:
+            table = self._table_on(words.device)
+            number = table.take()
+            table.rows[number].copy_(words[0])
+            self.updates = next(_TIME), table, number
+
+    def _measure(self, tensor: Tensor) -> _Row:
+        table = self._table_on(tensor.device)
+        return next(_TIME), table, table.read(tensor)
+
+    def _table_on(self, device: torch.device) -> _Table:
+        """A table with a row that is not used yet."""
+        table = self._filling.get(device)
+        if table is None or table.used == _ROWS:
+            unused = self._finder.unused[device]
+            table = self._filling[device] = unused.pop() if unused else _Table(device)
+            self.tables.append(table)
+        return table
+
+
+class _Running(threading.local):
+    """The passes of the calls that run in this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.passes: list[_Pass] = []
+
+
+class _Watch:
+    """Replaces the call of a module, for one finder.
+
+    `torch.nn.Module.compile` has a compiled call there, so that torch copies and pickles modules
+    without it. Hooks are copied; `torch.ao.quantization` gives them to other modules, and
+    `torch.jit.script` compiles them.
+    """
+
+    def __init__(self, finder: NonFiniteFinder, module: torch.nn.Module) -> None:
+        self.finder, self._module = finder, weakref.ref(module)
+        self.name, self.type, self.is_root = "", type(module).__name__, False
+        # Of another finder, or a compiled call.
+        self.inner: Any = vars(module).get(_PLACE)
+        vars(module)[_PLACE] = self
+        # Else torch.compile goes past this, to the forward of a module without hooks.
+        module._forward_hooks_with_kwargs[_MARK] = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+            return (self.inner or module._call_impl)(*args, **kwargs)
+        running = self.finder.running.passes
+        depth = len(running)
+        try:
+            forward, call = self.finder.begin(self, module, running, args, kwargs)
+            output = forward(*args, **kwargs)
+            if call is not None:
+                self.finder.end(call, output)
+            return output
+        finally:
+            if depth == 0 and running:
+                running[0].forget()
+            del running[depth:]
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Leaves the place empty in modules that copy all of their attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class NonFiniteFinder:
-    """Watches the modules of a model; `report` names the first whose values were not finite.
+    """Watches the modules of models; `report` names the first whose values were not finite.
 
-    Made by `find_nonfinite`; a context manager, whose end removes the hooks. Copies and pickles of
-    the model are not watched.
+    Made by `find_nonfinite`; a context manager, whose end ends the watch. Neither copies and
+    pickles of a model are watched, nor modules that it gets later.
+
+    Args:
+        words: Returns a scaler's state, whose first word is its number of completed updates. Then
+            only passes with a graph are watched.
     """
 
-    _is_copy = False
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = list(model.named_modules())
+    def __init__(self, words: Callable[[], Tensor | None] | None = None) -> None:
+        self.words = words or (lambda: None)
+        self._needs_graph = words is not None
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._passes: deque[_Pass] = deque()
-        self._unused: dict[torch.device, list[_Table]] = defaultdict(list)
-        self._handles: list[Any] = []
+        self.running = _Running()
+        # Tables of earlier passes by device, to take from. New ones at every pass would have
+        # Python collect garbage for as long as the reads take.
+        self.unused: dict[torch.device, list[_Table]] = defaultdict(list)
+        # The hook of each leaf that a module was given, by id: leaves outlive their passes.
         self._leaves: dict[int, RemovableHandle] = {}
-        for number, (_, module) in enumerate(self._modules):
-            before, after = partial(self._before, number), partial(self._after, number)
-            self._handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                # Also of a forward that raises, as a checkpointed block does once it has made all
-                # that backward needs.
-                module.register_forward_hook(after, with_kwargs=True, always_call=True),
-            ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has copies of the hooks, which nothing could remove.
-        names = ("_modules", "_passes", "_handles")
-        return {**{name: [] for name in names}, "_leaves": {}, "_is_copy": True}
 
     def __enter__(self) -> NonFiniteFinder:
         return self
@@ -237,11 +298,38 @@ class NonFiniteFinder:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
+    def watch(self, model: torch.nn.Module) -> None:
+        """Watches a model, besides others; its modules get the names that they have in it."""
+        # torch scripts the attributes of modules, and its list of its own lacks this one.
+        ignored = torch.jit._recursive.ignored_attributes
+        if _PLACE not in ignored:
+            ignored.append(_PLACE)
+        self._modules = [each for each in self._modules if each() is not None]
+        for name, module in model.named_modules():
+            own = next((each for each in _watches(module) if each.finder is self), None)
+            if own is None:
+                own = _Watch(self, module)
+                self._modules.append(weakref.ref(module))
+            own.name, own.is_root = name, module is model
+
     def remove(self) -> None:
-        """Removes the hooks; what was found stays."""
-        for handle in (*self._handles, *self._leaves.values()):
+        """Ends the watch; what was found stays."""
+        for module in filter(None, (each() for each in self._modules)):
+            watches = _watches(module)
+            others = [each for each in watches if each.finder is not self]
+            if not others:
+                module._forward_hooks_with_kwargs.pop(_MARK, None)
+            if not watches:
+                continue  # the module's compile() took the place
+            inner = watches[-1].inner
+            for each in reversed(others):
+                each.inner, inner = inner, each
+            vars(module)[_PLACE] = inner
+            if inner is None:
+                del vars(module)[_PLACE]
+        for handle in self._leaves.values():
             handle.remove()
-        self._handles.clear()
+        self._modules.clear()
         self._leaves.clear()
 
     def report(self) -> ModuleFault | None:
@@ -250,122 +338,144 @@ class NonFiniteFinder:
         Raises:
             RuntimeError: Under capture.
         """
+        faults = self._faults()
+        return faults[-1][-1] if faults else None
+
+    def report_of(self, step: int) -> ModuleFault | None:
+        """Returns the first fault in passes whose gradients came after a number of updates."""
+        faults = [each for each in self._faults() if each[0] == step]
+        return min(faults, key=lambda each: each[1])[-1] if faults else None
+
+    def _faults(self) -> list[tuple[int | None, int, ModuleFault]]:
+        """The fault of each pass that had one, its time, and the updates before its gradients."""
         refuse_capture("a report that the host reads", "ask after the replay")
         tables = [table for each in self._passes for table in each.tables]
         if not tables:
-            return None
-        rows = [table.rows.to(tables[0].device) for table in tables]
-        on_host = iter(torch.cat(rows)[:, 1].tolist())
-        peaks = [list(islice(on_host, _ROWS * len(each.tables))) for each in self._passes]
-        pairs = zip(reversed(self._passes), reversed(peaks), strict=True)
-        for ago, (each, found) in enumerate(pairs):
-            fault = self._fault_of(each, found, ago)
+            return []
+        rows = torch.cat([table.rows.to(tables[0].device) for table in tables])
+        on_host = iter(rows[:, 1].tolist())
+        known: dict[_Table, list[float]] = {each: list(islice(on_host, _ROWS)) for each in tables}
+
+        def peak(row: _Row) -> float:
+            return known[row[1]][row[2]]
+
+        faults = []
+        for ago, one in zip(reversed(range(len(self._passes))), self._passes, strict=True):
+            fault = _fault_of(one, peak, ago)
             if fault is not None:
-                return fault
-        return None
+                updates = 0 if one.updates is None else int(peak(one.updates))
+                faults.append((updates if one.gradients else None, *fault))
+        return faults
 
-    def _fault_of(self, one: _Pass, peaks: list[float], ago: int) -> ModuleFault | None:
-        """The first fault of a pass, by the largest magnitudes."""
-        for call in one.ended:
-            for value in call.outputs:
-                if value.row is not None and not math.isfinite(peaks[value.row]):
-                    given = [each.row for each in call.inputs]
-                    return self._fault(call, "output", value, value.row, given, peaks, ago)
-        for row in one.gradients:
-            if math.isfinite(peaks[row]):
-                continue
-            # Of the modules that took the tensor and did not pass it on, inner ones ended first.
-            for call in one.ended:
-                for value in call.inputs:
-                    if row in value.gradients and value not in call.outputs:
-                        given = [number for each in call.outputs for number in each.gradients]
-                        return self._fault(call, "gradient", value, row, given, peaks, ago)
-            # Else none took it: its gradient is that of a loss, or of another function.
-            for call in one.ended:
-                for value in call.outputs:
-                    if row in value.gradients:
-                        return self._fault(call, "gradient", value, row, [row], peaks, ago)
-        return None
+    @not_compiled
+    def begin(
+        self, watch: _Watch, module: Any, running: list[_Pass], args: Any, kwargs: Any
+    ) -> tuple[Callable[..., Any], _Call | None]:
+        """Begins a module's call, and a pass unless the call is part of one.
 
-    def _fault(
-        self,
-        call: _Call,
-        where: str,
-        value: _Value,
-        row: int,
-        given: Sequence[int | None],
-        peaks: list[float],
-        ago: int,
-    ) -> ModuleFault:
-        name, module = self._modules[call.module]
-        kind = "nan" if math.isnan(peaks[row]) else "inf"
-        before = [peaks[each] for each in given if each is not None]
+        Returns what to call, and the call; None if it is not watched.
+        """
+        caller = sys._getframe(2)
+        if caller.f_code is _CALLED and caller.f_locals["self"] is not module:
+            # It has the attributes of the module, as replicas of torch.nn.DataParallel do.
+            return caller.f_locals["self"]._call_impl, None
+        forward = watch.inner or module._call_impl
+        is_again = _is_in_backward()
+        one = running[-1] if running else self._last(watch, is_again)
+        if one is None:
+            return forward, None
+        running.append(one)
+        one.watches.add(watch)
+        inputs = [one.value_of(tensor, is_again) for tensor in _floating((args, kwargs))]
+        return forward, _Call((watch.name, watch.type), one, inputs)
+
+    @not_compiled
+    def end(self, call: _Call, output: Any) -> None:
+        """Ends a module's call, which has returned."""
+        one, is_again = call.within, _is_in_backward()
+        call.outputs = [one.value_of(tensor, is_again) for tensor in _floating(output)]
+        one.ended.append(call)
+
+    def keep_hook(self, leaf: Tensor, handle: RemovableHandle) -> None:
+        """Keeps the hook of a leaf, in the place of its earlier one."""
+        earlier = self._leaves.get(id(leaf))
+        if earlier is not None:
+            earlier.remove()
+        self._leaves[id(leaf)] = handle
+
+    def _last(self, watch: _Watch, is_again: bool) -> _Pass | None:
+        """The pass that an outermost call is part of, as models may be called by their parts."""
+        last, has_graph = self._passes[-1] if self._passes else None, torch.is_grad_enabled()
+        if is_again:
+            return last
+        if self._needs_graph and not has_graph:
+            return None
+        is_part = last is not None and not (
+            watch.is_root
+            or last.gradients
+            or watch in last.watches
+            or last.has_graph is not has_graph
+        )
+        if is_part:
+            return last
+        for key, handle in list(self._leaves.items()):
+            if handle.hooks_dict_ref() is None:  # the tensor was freed
+                del self._leaves[key]
+        self._passes.append(_Pass(self))
+        if len(self._passes) > _KEPT:
+            self._passes.popleft().drop()
+        return self._passes[-1]
+
+
+def _watches(module: torch.nn.Module) -> list[_Watch]:
+    """What watches a module, the outermost first."""
+    found: list[_Watch] = []
+    each = vars(module).get(_PLACE)
+    while isinstance(each, _Watch):
+        found.append(each)
+        each = each.inner
+    return found
+
+
+def _fault_of(
+    one: _Pass, peak: Callable[[_Row], float], ago: int
+) -> tuple[int, ModuleFault] | None:
+    """The time and the fault of a pass, by the largest magnitudes."""
+
+    def fault(
+        call: _Call, where: str, value: _Value, row: _Row, given: Iterable[_Row | None]
+    ) -> tuple[int, ModuleFault]:
+        kind = "nan" if math.isnan(peak(row)) else "inf"
+        before = [peak(each) for each in given if each is not None]
         is_finite = all(map(math.isfinite, before))
         largest = max(before, default=None) if is_finite else None
-        label = name, type(module).__name__, where, kind, value.dtype
-        return ModuleFault(*label, is_finite, largest, ago)
+        label = *call.module, where, kind, value.dtype
+        return row[0], ModuleFault(*label, is_finite, largest, ago)
 
-    @not_compiled
-    def _before(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
-        if self._is_copy:
-            return
-        is_again = _is_in_backward()
-        if not is_again and (not self._passes or self._passes[-1].is_over_before(number, module)):
-            for key, handle in list(self._leaves.items()):
-                if handle.hooks_dict_ref() is None:  # the tensor was freed
-                    del self._leaves[key]
-            self._passes.append(_Pass(self._unused, self._leaves))
-            if len(self._passes) > _KEPT:
-                self._passes.popleft().drop()
-        if not self._passes:
-            return
-        one = self._passes[-1]
-        one.modules.add(number)
-        inputs = [one.value_of(tensor, is_again) for tensor in _floating((args, kwargs))]
-        one.running.append(_Call(number, inputs))
-
-    @not_compiled
-    def _after(self, number: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._passes:
-            return
-        one, is_again = self._passes[-1], _is_in_backward()
-        if any(call.module == number for call in one.running):
-            call = one.running.pop()
-            while call.module != number:
-                call = one.running.pop()
-            has_raised = output is None and sys.exc_info()[0] is not None
-            if not has_raised:
-                call.outputs = [one.value_of(tensor, is_again) for tensor in _floating(output)]
-                one.ended.append(call)
-        if not one.running:
-            one.forget()
-
-
-def remove_with(owner: object, finder: NonFiniteFinder) -> None:
-    """Has the hooks removed when an object dies, which does not keep them alive."""
-    reference = weakref.ref(finder)
-
-    def remove() -> None:
-        living = reference()
-        if living is not None:
-            living.remove()
-
-    weakref.finalize(owner, remove).atexit = False
+    for call in one.ended:
+        for value in call.outputs:
+            if value.row is not None and not math.isfinite(peak(value.row)):
+                return fault(call, "output", value, value.row, [each.row for each in call.inputs])
+    for row in one.gradients:
+        if math.isfinite(peak(row)):
+            continue
+        # Of the modules that took the tensor and did not pass it on, inner ones ended first.
+        for call in one.ended:
+            for value in call.inputs:
+                if row in value.gradients and value not in call.outputs:
+                    given = [each for output in call.outputs for each in output.gradients]
+                    return fault(call, "gradient", value, row, given)
+        # Else none took it: its gradient is that of a loss, or of another function.
+        for call in one.ended:
+            for value in call.outputs:
+                if row in value.gradients:
+                    return fault(call, "gradient", value, row, [row])
+    return None
 
 
 def _is_in_backward() -> bool:
     """Whether this is a checkpointed block that runs again."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _calls_itself(module: Any) -> bool:
-    """Whether a call of a module that begins now is inside of another one."""
-    calls, frame = 0, cast(Any, sys._getframe())
-    while frame is not None:
-        is_call = frame.f_code is torch.nn.Module._call_impl.__code__
-        calls += is_call and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1
 
 
 def _floating(values: Any, depth: int = 16) -> Iterator[Tensor]:
@@ -398,9 +508,11 @@ def _is_readable(tensor: Tensor) -> bool:
 def find_nonfinite(model: torch.nn.Module) -> NonFiniteFinder:
     """Watches every module of a model for values that are not finite, without a host sync.
 
-    Hooks read the inputs and outputs of each module once, and their gradients in backward; on a GPU
+    The inputs and outputs of each module are read once, and their gradients in backward; on a GPU
     each read is one launch, and nothing is copied but the largest magnitude. The last 64 forward
-    passes are kept. Under `torch.compile` each module ends a graph.
+    passes are kept. Under `torch.compile` each module ends a graph. What is made of the model is
+    not watched: copies, pickles, exports, scripts and modules that replace others, as in
+    quantization. Neither models nor parameters are kept alive.
 
     Args:
         model: The model, before it is compiled.
@@ -419,4 +531,6 @@ def find_nonfinite(model: torch.nn.Module) -> NonFiniteFinder:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    return NonFiniteFinder(model)
+    finder = NonFiniteFinder()
+    finder.watch(model)
+    return finder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -259,10 +260,10 @@ def test_parts_that_are_called_alone_have_passes_of_their_own() -> None:
     with torch.no_grad():
         for _ in range(3):
             model["a"](torch.ones(2, 8))
-    assert told(finder.report(), passes_ago=4)
+    assert told(finder.report(), passes_ago=5)
     model["b"](torch.ones(2, requires_grad=True)).sum().backward()
     model["c"](torch.ones(2))
-    assert told(finder.report(), passes_ago=5)
+    assert told(finder.report(), passes_ago=7)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -315,38 +316,188 @@ def test_tensors_in_structures_and_keywords() -> None:
     assert str(fault).startswith("the model (Many): output became NaN")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_the_model_are_not_watched(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    with ampfast.find_nonfinite(model) as finder:
-        train(model)
-        again = copied(model)
-        [hook] = again._forward_pre_hooks.values()
-        train(again, torch.full((4, 8), INF))
-        assert finder.report() is None
-        watching = hook.func.__self__
-        assert watching is not finder and watching.report() is None
-        train(model, torch.full((4, 8), INF))
-        assert finder.report() is not None
+class Trained:
+    """Models that a scaler with `track="modules"` trains."""
+
+    def __init__(self, *models: nn.Module, **arguments: Any) -> None:
+        self.models = models
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        self.scaler = ampfast.GradScaler("cpu", 4.0, track="modules", **arguments)
+        for model in models:
+            self.scaler.name_parameters(model)
+
+    def step(self, value: float = 1.0, overflows: bool = False) -> None:
+        x = torch.full((4, 8), value)
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            x = model(x)
+        self.scaler.scale(x.sum()).backward()
+        if overflows:
+            self.optimizers[-1].param_groups[0]["params"][0].grad[0] = INF
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    @property
+    def module(self) -> Any:
+        return self.scaler.overflow_report().module
 
 
-def test_the_hooks_of_a_scaler_go_with_it() -> None:
-    model = net_around(nn.Tanh())
-    for track, given in (("overflow", model), ("modules", list(model.named_parameters()))):
-        ampfast.GradScaler("cpu", track=track).name_parameters(given)
-        assert not model._forward_hooks
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad, None])
+def test_a_scaler_blames_no_pass_but_those_of_the_step(mode: Any) -> None:
+    training = Trained(net_around(nn.Tanh()))
+    training.step(overflows=True)  # before any update
+    assert training.module is None
+    training.step()
+    if mode is None:
+        training.step(NAN)
+        assert told(training.module, module="0", passes_ago=0)
+    else:
+        with mode():
+            training.models[0](torch.full((4, 8), NAN))
+    training.step(overflows=True)
+    assert training.scaler.overflow_report().step == (2 if mode else 3)
+    assert training.module is None
+    training.step(NAN)
+    for _ in range(9):
+        with torch.no_grad():
+            training.models[0](torch.full((4, 8), INF))
+        training.step()
+    assert told(training.module, kind="nan")
+
+
+def test_a_scaler_watches_several_models() -> None:
+    broken_first = Trained(net_around(Op(lambda x: x * INF)), nn.Linear(8, 8))
+    broken_last = Trained(nn.Linear(8, 8), net_around(Op(lambda x: x * INF)))
+    for training in (broken_first, broken_last):
+        training.step()
+        assert told(training.module, module="2", where="output", inputs_finite=True)
+
+
+def test_a_scaler_keeps_neither_models_nor_watches() -> None:
     scaler = ampfast.GradScaler("cpu", track="modules")
-    for _ in range(2):
-        scaler.name_parameters(model)
+    kept = nn.Tanh()
+    for _ in range(3):
+        scaler.name_parameters(model := net_around(nn.Tanh()))
+        scaler.name_parameters(kept)
+        training = Trained(model)
+        model(torch.rand(4, 8)).sum().backward()
         again = copy.deepcopy(scaler)  # which watches nothing
-        assert [len(each._forward_hooks) for each in model.modules()] == [1] * 5
-    model_lives = weakref.ref(model)
-    scaler.name_parameters(other := nn.Tanh())
-    del model
+    lives = [weakref.ref(each) for each in (*model.parameters(), model[0])]
+    finalizers = len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    del model, training
     gc.collect()
-    assert model_lives() is None
+    assert not any(each() is not None for each in lives)
+    place = vars(kept)["_compiled_call_impl"]
+    for _ in range(3):
+        scaler.name_parameters(kept)
+    assert len(weakref.finalize._registry) == finalizers - 1  # type: ignore[attr-defined]
+    assert vars(kept)["_compiled_call_impl"] is place and place.inner is None
     del scaler, again
-    assert not other._forward_hooks
+    assert "_compiled_call_impl" not in vars(kept)
+    for track, given in (("overflow", kept), ("modules", list(nn.Linear(2, 2).named_parameters()))):
+        scaler = ampfast.GradScaler("cpu", track=track)
+        scaler.name_parameters(given)
+        assert "_compiled_call_impl" not in vars(kept)
+
+
+class Kept(nn.Tanh):
+    """A module that gives all of its attributes to copies."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+def quantizable() -> Any:
+    net = chain(quant.QuantStub(), nn.Linear(8, 8), nn.ReLU(), Kept(), quant.DeQuantStub())
+    net.qconfig = quant.get_default_qat_qconfig()  # type: ignore[assignment]
+    return net
+
+
+quant: Any = torch.ao.quantization
+ONES = (torch.ones(4, 8),)
+MADE: dict[str, Callable[[Any], Any]] = {
+    "copies of modules": lambda net: chain(*map(copy.copy, net)),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+    "a replica": lambda net: net[3]._replicate_for_data_parallel(),
+    "script": torch.jit.script,
+    "script of a copy": lambda net: torch.jit.script(copy.deepcopy(net)),
+    "trace": lambda net: torch.jit.trace(net, ONES),
+    "export": lambda net: torch.export.export(net, ONES).module(),
+    "strict export": lambda net: torch.export.export(net, ONES, strict=True).module(),
+    "fuse_modules": lambda net: quant.fuse_modules(net.eval(), [["1", "2"]]),
+    "prepare_qat": lambda net: quant.prepare_qat(net.train()),
+    "prepare and convert": lambda net: quant.convert(quant.prepare_qat(net.train()).eval()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_a_model_is_as_of_one_that_is_not_watched(name: str) -> None:
+    outputs, x = [], torch.rand(4, 8)
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = quantizable()
+        keys = [vars(each).keys() for each in model.modules()]
+        finder = ampfast.find_nonfinite(model if is_watched else nn.Tanh())
+        model(x)
+        made = MADE[name](model)
+        outputs.append(made(x))
+        made(torch.full((4, 8), NAN))
+        assert finder.report() is None
+        model(torch.full((4, 8), NAN))
+        assert (finder.report() is not None) is is_watched
+        finder.remove()
+        assert keys == [vars(each).keys() for each in model.modules()]
+        assert not any(each._forward_hooks_with_kwargs for each in model.modules())
+    assert torch.equal(*outputs)
+
+
+def test_finders_and_compiled_calls_of_one_module() -> None:
+    model = chain(lambda x: x * INF)
+    model.compile(backend="eager")
+    compiled = vars(model)["_compiled_call_impl"]
+    finders = [ampfast.find_nonfinite(model) for _ in range(3)]
+    for number in (1, 2, 0):
+        finders[number].remove()
+        model(torch.ones(2))
+    assert [len(each._passes) for each in finders] == [2, 0, 1]
+    assert vars(model)["_compiled_call_impl"] is compiled
+    with ampfast.find_nonfinite(model) as finder:
+        model.compile(backend="eager")
+        model(torch.ones(2))
+    assert told(finder.report(), module="0") and model._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("name", ["log of 0", "residual", "checkpointed, gradient, False"])
+def test_in_compiled_functions(name: str, is_whole: bool) -> None:
+    make, module, where, kind = ZOO[name]
+    model, other = net_around(make()), net_around(nn.Tanh())
+    torch._dynamo.reset()
+    with ampfast.find_nonfinite(model) as finder:
+        loss = torch.compile(lambda x: model(x).sum(), backend="eager")
+        (torch.compile(model, backend="eager") if is_whole else loss)(
+            torch.rand(4, 8)
+        ).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.compile(other, backend="eager", fullgraph=True)(torch.rand(4, 8))
+    assert told(finder.report(), module=module, where=where, kind=kind, inputs_finite=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_default_dtypes_and_a_first_pass_in_inference_mode(
+    dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(dtype)
+    with ampfast.find_nonfinite(model := chain(lambda x: x * INF)) as finder:
+        with torch.inference_mode():
+            model(torch.ones(2, 4)[:, ::2])
+        model(torch.ones(2, 4)[:, ::2])
+    assert told(finder.report(), dtype=dtype, passes_ago=0, largest=1.0)
 
 
 def test_what_is_no_module_is_refused() -> None:
@@ -356,31 +507,18 @@ def test_what_is_no_module_is_refused() -> None:
 
 def test_a_scaler_reports_the_module_first() -> None:
     model = net_around(nn.Tanh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = ampfast.GradScaler("cpu", track="modules", max_skips=1)
-    scaler.name_parameters(model)
-
-    def step() -> None:
-        scaler.scale(model(torch.rand(4, 8)).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    step()
-    assert scaler.overflow_report().module is None
+    training = Trained(model, max_skips=1)
+    training.step()
+    assert training.module is None
     model[2] = Op(lambda x: x * INF)
-    scaler.name_parameters(model)
+    training.scaler.name_parameters(model)
     model(torch.rand(4, 8))
-    text = str(scaler.overflow_report())
-    assert text.startswith("2 (Op)") and text.endswith("\nNo infinite or NaN gradients so far.")
+    assert str(training.scaler.overflow_report()) == "No infinite or NaN gradients so far."
     with pytest.raises(FloatingPointError, match=r"\n2 \(Op\): output became NaN in float32 \(inp"):
-        step()
-    report = scaler.overflow_report()
-    assert report.module is not None and str(report).startswith("2 (Op): output became NaN")
-    assert "0.weight" in str(report)
-    # One set of hooks, for the last model; none of a copy.
-    assert len(model[0]._forward_hooks) == 1
-    model[2] = nn.Tanh()
-    assert pickle.loads(pickle.dumps(scaler)).overflow_report().module is None
+        training.step()
+    report = training.scaler.overflow_report()
+    assert str(report).startswith("2 (Op): output became NaN") and "0.weight" in str(report)
+    assert pickle.loads(pickle.dumps(training.scaler)).overflow_report().module is None
 
 
 @pytest.mark.parametrize("is_vmapped", [False, True])
