@@ -64,7 +64,7 @@ class _Figures:
             return  # batches whose gradients accumulate
         self._steps = int(found["steps"])
         write({f"{self._prefix}{name}": value for name, value in found.items()})
-        if is_first_rank and found["overflows"] and scaler._track is not None:
+        if is_first_rank and found["nonfinite"] and scaler._track is not None:
             _logger.warning("%s", scaler._report_or_reason())
 
 

@@ -67,7 +67,7 @@ class Diagnostics(Passes):
             optimizer: As for `found_inf`.
 
         Returns:
-            "overflow" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
+            "nonfinite" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
             skipped.
 
         Raises:
@@ -76,7 +76,7 @@ class Diagnostics(Passes):
         refuse_capture("a question that the host asks", "ask after the replay")
         flags = list(self._last_flags(optimizer).values())
         flag = joint_flag(flags, flags[0].device).item() if flags else 0
-        return None if flag == 0 else "overflow" if flag == 1 else "spike"
+        return None if flag == 0 else "nonfinite" if flag == 1 else "spike"
 
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""

@@ -76,7 +76,7 @@ def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
 
     Returns:
         Of the scaler's whole life, "steps" and, unless the scale is 0, "log2_scale". Of the counted
-        steps, "skipped", "overflows" and "spikes" (numbers of steps) and "skipped_share" (from 0 to
+        steps, "skipped", "nonfinite" and "spikes" (numbers of steps) and "skipped_share" (from 0 to
         1). "grad_norm" (of the last of these steps with a finite norm) and "largest_grad_norm", if
         norms were taken.
     """
@@ -84,7 +84,7 @@ def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
     new = history.step >= since
     skipped, spikes = int((history.skipped & new).sum()), int((history.spiked & new).sum())
     found = {"steps": float(stats.steps), "skipped": float(skipped), "spikes": float(spikes)}
-    found["overflows"] = found["skipped"] - found["spikes"]
+    found["nonfinite"] = found["skipped"] - found["spikes"]
     found["skipped_share"] = skipped / max(1, int(new.sum()))
     if stats.scale > 0:
         found["log2_scale"] = math.log2(stats.scale)
@@ -112,7 +112,7 @@ def log(
         prefix: Prefix of the tags.
         grad_norm: Result of `clip_grad_norm_` or `grad_norm`, written as "grad_norm"; a tensor on a
             GPU makes the host wait.
-        skip_reason: Result of `GradScaler.skip_reason()`, written as a 1 for "skipped_overflow" or
+        skip_reason: Result of `GradScaler.skip_reason()`, written as a 1 for "skipped_nonfinite" or
             "skipped_spike".
 
     Raises:
@@ -132,7 +132,7 @@ def log(
 def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     """Plots the scale, the skipped steps and the gradient norms, if any were taken.
 
-    Red crosses are overflows, orange triangles spikes.
+    Red crosses are steps with inf or NaN, orange triangles spikes.
 
     Args:
         history: Result of `GradScaler.history()`.
@@ -157,9 +157,9 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     if bool((scale > 0).any()):
         panels[0].set_yscale("log", base=2)
     panels[0].set_ylabel("scale")
-    overflows = history.skipped & ~spiked
-    for kind, where, marker in (("overflows", overflows, _CROSSES), ("spikes", spiked, _SPIKES)):
-        if kind == "overflows" or bool(where.any()):
+    nonfinite = history.skipped & ~spiked
+    for kind, where, marker in (("inf or NaN", nonfinite, _CROSSES), ("spikes", spiked, _SPIKES)):
+        if marker is _CROSSES or bool(where.any()):
             label = f"{kind}: {int(where.sum())} of {len(history)}"
             panels[0].plot(steps[where].tolist(), scale[where].tolist(), label=label, **marker)
     panels[0].legend(loc="best")

@@ -50,7 +50,7 @@ class StepLog:
     """A file with one line of JSON for each step of each scaler.
 
     A line has "scaler" (its number, from 1), "step" (from 0), "scale" (of the step), "skipped"
-    (null, "overflow" or "spike") and "grad_norm" (null if none was taken, or not finite).
+    (null, "nonfinite" or "spike") and "grad_norm" (null if none was taken, or not finite).
 
     Where the file cannot be written any more, the log ends with a line on standard error, and the
     training continues.
@@ -94,7 +94,7 @@ class StepLog:
         lines = []
         for step, scale, skipped, spiked, norm in rows:
             if step >= seen.steps:
-                reason = "spike" if spiked else "overflow" if skipped else None
+                reason = "spike" if spiked else "nonfinite" if skipped else None
                 values = seen.number, step, scale, reason, norm if math.isfinite(norm) else None
                 lines.append(json.dumps(dict(zip(_NAMES, values, strict=True))) + "\n")
         seen.steps = int(history.step[-1]) + 1 if len(history) else 0

@@ -76,12 +76,12 @@ def test_plot(tmp_path, norms: bool) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     scale, *others = figure.axes
     assert len(others) == norms
-    line, overflows, spikes = scale.get_lines()
+    line, nonfinite, spikes = scale.get_lines()
     assert line.get_xdata()[0] == 100 and line.get_ydata()[-1] == 2.0**13
-    assert overflows.get_xdata().tolist() == [107, 108, 130]
+    assert nonfinite.get_xdata().tolist() == [107, 108, 130]
     assert spikes.get_xdata().tolist() == [112]
     labels = [text.get_text() for text in scale.get_legend().get_texts()]
-    assert labels == ["scale", "overflows: 3 of 40", "spikes: 1 of 40"]
+    assert labels == ["scale", "inf or NaN: 3 of 40", "spikes: 1 of 40"]
     if norms:
         line, lost, spikes = others[0].get_lines()
         assert len(line.get_xdata()) == 20

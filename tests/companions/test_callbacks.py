@@ -104,7 +104,7 @@ def test_figures_are_logged_where_the_trainer_logs(
             training.step(gradient)
             trainer.end_batch(steps)
             trainer.end_batch(steps)  # whose gradients accumulate
-    names = ("steps", "skipped", "overflows", "spikes", "skipped_share", "log2_scale")
+    names = ("steps", "skipped", "nonfinite", "spikes", "skipped_share", "log2_scale")
     names += ("grad_norm", "largest_grad_norm")
     rows = [
         (2, 3, 0, 0, 0, 0.0, 2, 2.0, 3.0),

@@ -85,8 +85,8 @@ class Loop(Training):
 
 PROGRAM = [
     *((1.0, None, 8.0, 1), (1.5, None, 8.0, 2), (50.0, "spike", 8.0, 2), (20.0, None, 16.0, 0)),
-    *((math.inf, "overflow", 8.0, 0), (2.0, None, 8.0, 1), (21.0, "spike", 8.0, 1)),
-    *((math.nan, "overflow", 4.0, 0), (30.0, "spike", 4.0, 0), (1.0, None, 4.0, 1)),
+    *((math.inf, "nonfinite", 8.0, 0), (2.0, None, 8.0, 1), (21.0, "spike", 8.0, 1)),
+    *((math.nan, "nonfinite", 4.0, 0), (30.0, "spike", 4.0, 0), (1.0, None, 4.0, 1)),
 ]
 
 
@@ -128,9 +128,9 @@ def test_steps_follow_the_rule(backend: str, limit: float | Sigmas) -> None:
         (reason,) = loop.finish()
         overflows = not math.isfinite(loop.param.grad.sum())
         expected = 1.0 if overflows else rule.flag(total)
-        assert reason == {0.0: None, 1.0: "overflow", SPIKE: "spike"}[expected]
+        assert reason == {0.0: None, 1.0: "nonfinite", SPIKE: "spike"}[expected]
         reasons.append(reason)
-    assert set(reasons) == {None, "overflow", "spike"}
+    assert set(reasons) == {None, "nonfinite", "spike"}
     if isinstance(limit, Sigmas):
         (norms,) = loop.norms()
         norms = norms["norms"] if isinstance(norms, dict) else norms
@@ -159,8 +159,8 @@ def test_optimizers_clipped_together_are_skipped_together(
 ) -> None:
     loop, joint = Loop(make, 2, growth_interval=1), []
     for norms, reason in (
-        *(((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")),
-        *(((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)),
+        *(((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "nonfinite")),
+        *(((1.0, math.nan), "nonfinite"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)),
     ):
         loop.backward(*norms)
         options: Any = {"skip_above": above, "in_place": in_place}
@@ -169,7 +169,7 @@ def test_optimizers_clipped_together_are_skipped_together(
         assert norm.item() == pytest.approx(joint[-1], nan_ok=True)
         flags = [loop.scaler._found_inf_per_device(each) for each in loop.optimizers]
         assert len({flag.data_ptr() for each in flags for flag in each.values()}) == 2
-        reasons = [reason if above or reason == "overflow" else None] * 2
+        reasons = [reason if above or reason == "nonfinite" else None] * 2
         skipped = [loop.scaler.step_skipped(each) for each in loop.optimizers]
         assert skipped == [each is not None for each in reasons]
         assert loop.finish() == reasons
@@ -182,7 +182,7 @@ def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
     loop = Loop(count=2)
     for norms, reasons, after in (
         ((1.0, 50.0), [None, "spike"], (8.0, 0)),
-        ((math.inf, 50.0), ["overflow", "spike"], (4.0, 0)),
+        ((math.inf, 50.0), ["nonfinite", "spike"], (4.0, 0)),
         ((1.0, 1.0), [None, None], (4.0, 1)),
     ):
         for which, norm in enumerate(norms):
@@ -203,7 +203,7 @@ def test_the_hysteresis_does_not_count_spikes() -> None:
 # A training goes on. Limits, norms, and what becomes of each: "." a step, "s" a spike, "o" an
 # overflow, "r" one that is taken as the new usual, with a warning.
 Program: TypeAlias = list[tuple[Sigmas, list[float], str]]
-REASONS = {".": None, "s": "spike", "o": "overflow", "r": None}
+REASONS = {".": None, "s": "spike", "o": "nonfinite", "r": None}
 
 USUAL, LONELY = [1.0, 1.1, 1.0, 1.1], [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 1.05]
 PROGRAMS: dict[str, Program] = {

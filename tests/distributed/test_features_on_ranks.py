@@ -55,8 +55,8 @@ PARTS = [(3.0, 4.0), (3.3, 4.0), (15.0, 15.0), (math.inf, 1.0), (3.0, 4.1)]
 HOLES = [(None, 3.0), (4.0, None), (None, 30.0), (3.5, None), (None, 4.0), (30.0, None)]
 # By feature: settings of the scaler, gradients of the ranks by step, and reasons of skips.
 FEATURES: dict[str, tuple[dict[str, Any], list[Any], set[str | None]]] = {
-    "limit": ({"skip_above": 20.0}, PARTS, {None, "overflow", "spike"}),
-    "sigmas": ({"skip_above": Sigmas(9.0, 2)}, PARTS, {None, "overflow", "spike"}),
+    "limit": ({"skip_above": 20.0}, PARTS, {None, "nonfinite", "spike"}),
+    "sigmas": ({"skip_above": Sigmas(9.0, 2)}, PARTS, {None, "nonfinite", "spike"}),
     "limit, holes": ({"skip_above": 20.0}, HOLES, {None, "spike"}),
     "sigmas, holes": ({"skip_above": Sigmas(9.0, 2)}, HOLES, {None, "spike"}),
 }
