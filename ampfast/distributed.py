@@ -177,6 +177,11 @@ class Group:
         self._types = [each.type for each in getattr(self.process_group, "_device_types", ())]
         self.is_foreign = self.process_group not in dist.distributed_c10d._world.pg_group_ranks
 
+    @property
+    def device(self) -> torch.device | None:
+        """A device whose tensors it reduces; None if that is not known."""
+        return _device_of(self._types) if self._types else None
+
     @cached_property
     def ranks(self) -> list[int]:
         """Global ranks, or those within a foreign group if there is no default group."""
@@ -200,7 +205,7 @@ class Group:
             return
         there, types = tensor, self._types
         if types and tensor.device.type not in types:
-            there = tensor.to("cuda" if "cuda" in types else types[0])
+            there = tensor.to(_device_of(types))
         # torch's function of this name takes as long to get here as a small collective does.
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, False
@@ -445,6 +450,11 @@ class Ranks:
         """
         return [Group()] if self._is_default else self._own
 
+    @property
+    def device(self) -> torch.device | None:
+        """A device of the scaler's own group; None without one."""
+        return next((group.device for group in self.groups()), None)
+
     def gathered(self, value: Value) -> list[Value]:
         """Returns the values of all ranks that this scaler has agreed with, by rank."""
         agreements = [agreed for agreed in self._agreements.values() if agreed is not None]
@@ -491,7 +501,7 @@ class Ranks:
 
 
 def require_group(group: Any, device: Any, name: str = "process_group") -> None:
-    """Checks a group of ranks with tensors on a device; `name` is that of the argument.
+    """Checks a group of ranks with tensors on a device, or on any; `name` is the argument's.
 
     Raises:
         TypeError: If it is neither a group nor a mesh.
@@ -503,7 +513,7 @@ def require_group(group: Any, device: Any, name: str = "process_group") -> None:
         raise TypeError(f"{name} needs a torch built with torch.distributed")
     if _is_mesh(group):
         is_member = group.get_coordinate() is not None
-        if group.device_type != torch.device(device).type:
+        if device is not None and group.device_type != torch.device(device).type:
             raise ValueError(f"{name} is a mesh of {group.device_type!r}, not of {str(device)!r}")
     elif all(callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce")):
         is_member = group.rank() >= 0
@@ -532,6 +542,11 @@ def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[Group]:
 def _dtensor() -> type[DTensor] | tuple[()]:
     """Returns the class, or none before its import; a partially imported module lacks the name."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def _device_of(types: list[str]) -> torch.device:
+    # Gloo's groups support CUDA, too.
+    return torch.device("cuda" if "cuda" in types and torch.cuda.is_available() else types[0])
 
 
 def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:

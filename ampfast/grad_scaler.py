@@ -27,17 +27,25 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.diagnostics import Diagnostics
-from ampfast.errors import add_note, not_compiled, warn_caller
+from ampfast.errors import add_note, not_compiled, warn_caller, with_suggestions
 from ampfast.fused_step import FusedSteps
 from ampfast.hooked_step import HookedSteps
 from ampfast.hooks import original_methods
-from ampfast.loss_scale import Limits, LossScale, entry_of, is_static, require_static
+from ampfast.loss_scale import (
+    Limits,
+    LossScale,
+    entry_of,
+    explain_missing,
+    is_static,
+    require_static,
+)
 from ampfast.master_weights import MasterWeights
 from ampfast.norm_limits import NormLimit, limit_of, require_histories
 from ampfast.optimizers import (
     divides_by_itself,
     explain,
     no_inf_checks,
+    why_unchecked,
 )
 from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.turn import (
@@ -52,6 +60,7 @@ from ampfast.turn import (
     is_unscaled,
     new_turn,
     not_ready,
+    nothing_checked,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +142,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _warned_of_backward = _warned_of_zero = False
 
+    @with_suggestions
     def __init__(
         self,
         device: str = "cuda",
@@ -171,7 +181,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
                 "or hysteresis"
             )
         skip_limit_of(skip_above)
-        self.max_skips = max_skips
+        if max_skips is not None:
+            self.max_skips = max_skips
         tracking.require_known(track)
         backends.require_known(backend)
         if enabled:
@@ -244,10 +255,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
-        """What torch's `scale` returns, without a multiplication; makes the scale as it does."""
+        """What torch's `scale` returns, without a multiplication."""
         if isinstance(outputs, Tensor):
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
             return outputs
         if not isinstance(outputs, Iterable):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
@@ -291,7 +300,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             optimizer: Any object with `param_groups`.
 
         Raises:
-            AssertionError: If nothing was scaled yet.
+            AssertionError: If nothing was scaled yet, which a guard does not need.
             RuntimeError: If called twice, or after `step`, since the last `update`.
             ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
         """
@@ -299,7 +308,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             return
         scale = self._scale
         if scale is None or self._growth_tracker is None:
-            scale = self._checked_scale("unscale_")
+            scale = self._checked_scale("unscale_", optimizer)
         turn = self._turn(optimizer)
         if turn["stage"] is UNSCALED or turn["stage"] is STEPPED:
             raise not_ready(turn, "clip_grad_norm_() unscales, too.")
@@ -333,12 +342,14 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             ValueError: As `unscale_`.
         """
         overridden = overrides(self, _HOOKS)
-        if not self._enabled or "closure" in kwargs or (overridden and self._scale is None):
+        if not self._enabled or "closure" in kwargs:
             return self._torchs_step(optimizer, args, kwargs)
         result: float | None
         scale = self._scale
         if scale is None or self._growth_tracker is None:
-            scale = self._checked_scale("step")
+            if overridden and not self._is_guard:
+                return self._torchs_step(optimizer, args, kwargs)
+            scale = self._checked_scale("step", optimizer)
         turn = self._turn(optimizer)
         if turn["stage"] is STEPPED:
             raise add_note(
@@ -366,6 +377,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")
+            if turn["stage"] is UNSCALED and not turn["found_inf_per_device"]:
+                add_note(error, why_unchecked(optimizer))  # torch's fused optimizers fail then
             raise
         turn["stage"] = STEPPED
         if turn.is_late != was_late:
@@ -389,18 +402,16 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if not self._enabled:
             return
         if new_scale is not None:
-            self._set_scale(new_scale)
-            self._end_iteration(was_set=True)
+            self._end_iteration(is_step=self._set_scale(new_scale))
             return
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or overrides(self, _HOOKS):
+            if scale is None and self._is_guard:
+                raise nothing_checked()
             scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags = self._flags(scale)
         if not flags:
-            raise add_note(
-                AssertionError("No inf checks were recorded prior to update."),
-                "Neither step() nor unscale_() found a gradient since the last update().",
-            )
+            raise nothing_checked()
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         self._loss_scale.update_(scale, growth_tracker, flags, factors, self._kernels)
         self._end_iteration()
@@ -434,6 +445,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
             scale, growth_tracker = self._scale, self._growth_tracker
             if scale is None or growth_tracker is None:
+                self._checked_scale("step", optimizers[-1])
                 scale, growth_tracker = self._check_scale_growth_tracker("step")
             if isinstance(self._kernels, DeviceKernels):
                 others = self._flags(scale, but=id(optimizers[-1]))
@@ -516,7 +528,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             return self._clip(optimizers, None, limit, order, None, defers)
         scale, overridden = self._scale, overrides(self, _HOOKS)
         if scale is None or self._growth_tracker is None or overridden:
-            scale = self._checked_scale("clip_grad_norm_")
+            scale = self._checked_scale("clip_grad_norm_", *optimizers)
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), NO_TURN)
             if state["stage"] is not READY:
@@ -568,7 +580,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         turns = [known.get(id(each), NO_TURN) for each in optimizers]
         scale: Tensor | None = None
         if self._enabled:
-            scale = self._checked_scale("grad_norm")
+            scale = self._checked_scale("grad_norm", *optimizers)
             if any(turn["stage"] is STEPPED for turn in turns):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), ONCE)
         scales = [None if is_unscaled(turn) else scale for turn in turns]
@@ -609,6 +621,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             state_dict: What `state_dict` returned.
 
         Raises:
+            KeyError: If it is no scaler's checkpoint.
             RuntimeError: If the checkpoint is of a disabled scaler.
             ValueError: If it is of a scaler with other limits or hysteresis, its entry "ampfast" is
                 damaged, its scale is not the 1 that this one's always is, or only one of the two is
@@ -619,26 +632,30 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if not self._enabled or len(state_dict) == 0:
             super().load_state_dict(state_dict)  # which does nothing, or raises
             return
-        if not self._dynamic:
-            require_static(state_dict, is_guard=self._is_guard)
-        tolerated = self._loss_scale.require_loadable(state_dict)
-        entry = entry_of(state_dict)
-        norms = require_accepted_norms(entry.get("norms", []))
-        histories = require_histories(entry.get("limits", []))
-        # A static scaler has an interval of 0.
-        if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
-            warn_caller(
-                "This checkpoint is of a scaler whose scale never changes, such as a StepGuard: "
-                f"from now on this scaler's stays {state_dict.get('scale')}. To go on with a scale "
-                "that grows and backs off, do not load it."
-            )
-        super().load_state_dict(state_dict)
+        try:
+            if not self._dynamic:
+                require_static(state_dict, is_guard=self._is_guard)
+            tolerated = self._loss_scale.require_loadable(state_dict)
+            entry = entry_of(state_dict)
+            norms = require_accepted_norms(entry.get("norms", []))
+            histories = require_histories(entry.get("limits", []))
+            # A static scaler has an interval of 0.
+            if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
+                warn_caller(
+                    "This checkpoint is of a scaler whose scale never changes, such as a "
+                    "StepGuard: from now on this scaler's stays "
+                    f"{state_dict.get('scale')}. To go on with a scale that grows and backs off, "
+                    "do not load it."
+                )
+            super().load_state_dict(state_dict)
+        except KeyError as error:
+            explain_missing(error, state_dict)
+            raise
         self._spike_rules.load(norms)
         self._norm_histories.load(histories)
         self._loss_scale.load(tolerated)
         self._loss_scale.reset_skips()
-        if self._skip_limit is not None:
-            self.max_skips = self._skip_limit.most  # without counts on their way to the host
+        self._skip_watch.restart()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -650,7 +667,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
         state["_spike_rules"] = copy.deepcopy(self._spike_rules)
         state["_norm_histories"] = copy.deepcopy(self._norm_histories)
-        state["_skip_limit"] = copy.deepcopy(self._skip_limit)
+        state["_skip_watch"] = copy.deepcopy(self._skip_watch)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -685,7 +702,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if overrides(self, _HOOKS):
             TorchGradScaler._check_inf_per_device(self, optimizer)
             return self._agree_beside_hooks(optimizer)
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        scale = self._checked_scale("_check_inf_per_device", optimizer)
         flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale)
         self._turn(optimizer)["found_inf_per_device"] = flags
         return flags
@@ -738,8 +755,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
 
     # What the steps above ask for.
 
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        """Takes a scale from the caller; the flags of this iteration count as a step."""
+    def _set_scale(self, new_scale: float | Tensor) -> bool:
+        """Takes a scale from the caller; whether the flags of this iteration count as a step."""
         if self._is_guard:
             raise ValueError(
                 f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False "
@@ -749,20 +766,25 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         before = None if scale is None else scale.detach().to(torch.float32, copy=True)
         flags = [] if scale is None else self._flags(scale)
         super().update(new_scale)
+        is_step = False
         if before is not None and tracker is not None and flags:
+            is_step = True
             given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
             self._loss_scale.update_(*given, self._kernels)
+        return is_step
 
-    def _end_iteration(self, *, was_set: bool = False) -> None:
-        """Ends an iteration: after an update, or as the caller set the scale."""
+    def _end_iteration(self, *, is_step: bool = True) -> None:
+        """Ends an iteration, which counts as a step unless the caller only set the scale."""
         self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
         loss_scale.norms = {}
-        if self._skip_above is not None and not was_set:
+        if self._skip_above is not None and is_step:
             self._spike_rules.end_iteration()
-        limit, words = self._skip_limit, loss_scale.words
-        if limit is not None and words is not None and not was_set and limit.is_reached(words):
-            raise limit.error(self.stats(), self._report_or_reason())
+        if is_step:
+            watch, words = self._skip_watch, loss_scale.words
+            watch.due -= 1
+            if watch.due <= 0 and words is not None and watch.ends(words):
+                raise watch.error(self.stats(), self._report_or_reason())
 
 
 def _power_of_2(scale: float) -> str:

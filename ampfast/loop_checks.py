@@ -76,6 +76,7 @@ class _LoopChecks:
         self._clips: dict[int, tuple[weakref.ref[Tensor], int, int, float]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
+        seen["_set_scale"] = self._sets
         seen |= dict.fromkeys(("unscale_", "step", "clip_grad_norm_"), self._before_division)
         for name, see in seen.items():
             self._replace(kind, name, self._watched(vars(kind)[name], see))
@@ -175,8 +176,10 @@ class _LoopChecks:
             if limits and not loop.has_read:
                 self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
 
-    def _ends(self, scaler: Any, loop: _Loop, *, was_set: bool = False) -> None:
-        loop.has_read |= was_set
+    def _sets(self, scaler: Any, loop: _Loop, *_: Any) -> None:
+        loop.has_read = True
+
+    def _ends(self, scaler: Any, loop: _Loop, **_: bool) -> None:
         loop.unused = 0 if loop.has_used else loop.unused + 1
         turns = scaler._per_optimizer_states
         for optimizer, turn in scaler._last_turns if self._is_whole else ():

@@ -18,7 +18,7 @@ from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.capture import refuse_capture
-from ampfast.errors import float_of
+from ampfast.errors import add_note, float_of
 from ampfast.report import History, ScalerStats
 
 _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
@@ -313,22 +313,36 @@ def is_static(state_dict: dict[str, Any]) -> bool:
     return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
+def explain_missing(error: KeyError, state_dict: dict[str, Any]) -> None:
+    """Adds a note to the error for a dict that is no scaler's checkpoint."""
+    there = ", ".join(map(str, [*state_dict][:3]))
+    add_note(
+        error,
+        "expected what a scaler's state_dict() returns, a dict of scale, growth_factor, "
+        f"backoff_factor, growth_interval and _growth_tracker; this one begins with {there}: is it "
+        "of a model or an optimizer, or a whole checkpoint?",
+    )
+
+
 def require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
     """Checks a checkpoint for a scaler with `dynamic=False`; that of a guard is always 1.
 
     Raises:
+        KeyError: If it is no checkpoint of a scaler.
         ValueError: If its scale changes, or is another one.
     """
-    if not is_static(state_dict):
+    scale, is_fixed = state_dict["scale"], is_static(state_dict)
+    if is_guard and not (is_fixed and scale == 1):
+        raise ValueError(
+            "a guard's scale is always 1, but this is the checkpoint of a scaler whose scale is "
+            f"{scale}{'' if is_fixed else ' and changes'}, as for float16: load it "
+            "into a GradScaler, or begin with the guard as it is"
+        )
+    if not is_fixed:
         raise ValueError(
             "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
-            f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
-            f"{state_dict.get('backoff_factor')}"
-        )
-    if is_guard and state_dict.get("scale") != 1:
-        raise ValueError(
-            "this scaler's scale is always 1, but the checkpoint's is "
-            f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
+            f"growth_interval {state_dict['growth_interval']}, backoff_factor "
+            f"{state_dict['backoff_factor']}"
         )
 
 

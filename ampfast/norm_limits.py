@@ -120,6 +120,8 @@ class ZScore:
 
 NormLimit: TypeAlias = Percentile | ZScore
 
+_KINDS = ", ampfast.Percentile or ampfast.ZScore (Sigmas is for skip_above)"
+
 
 def limit_of(max_norm: object) -> float | NormLimit:
     """Returns the limit of a clip, checked.
@@ -130,7 +132,7 @@ def limit_of(max_norm: object) -> float | NormLimit:
     """
     if isinstance(max_norm, (Percentile, ZScore)):
         return max_norm
-    return float_of("max_norm", max_norm, ", ampfast.Percentile or ampfast.ZScore", least=0)
+    return float_of("max_norm", max_norm, _KINDS, least=0)
 
 
 class Histories:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -72,21 +72,44 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
 
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
     """torch's error for an optimizer without a checked gradient, with a note on the reason."""
-    groups = optimizer.param_groups
-    params = [param for group in groups for param in group["params"] if isinstance(param, Tensor)]
+    error = AssertionError("No inf checks were recorded for this optimizer.")
+    return add_note(error, why_unchecked(optimizer))
+
+
+def why_unchecked(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the reason why none of an optimizer's gradients was checked."""
+    params = list(_params_of([optimizer]))
     if not params:
-        why = "The optimizer has no parameters."
-    # Reading the gradient of a non-leaf tensor warns.
-    elif not any((p.is_leaf or p.retains_grad) and p.grad is not None for p in params):
+        return "The optimizer has no parameters."
+    if next(_gradients_of([optimizer]), None) is None:
         frozen = sum(not param.requires_grad for param in params)
-        why = (
+        return (
             f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "
             "not require one): backward() was not called, zero_grad() ran in between, or the "
             "loss does not depend on them."
         )
-    else:
-        why = "The gradients came after unscale_(), or an override of it recorded no check."
-    return add_note(AssertionError("No inf checks were recorded for this optimizer."), why)
+    return (
+        "The gradients came after unscale_() or clip_grad_norm_(), which belong between "
+        "backward() and step(), or an override of unscale_ recorded no check."
+    )
+
+
+def device_of(optimizers: Sequence[Any]) -> torch.device | None:
+    """Device of the first gradient, else of the first parameter; None without parameters."""
+    grads_or_params = chain(_gradients_of(optimizers), _params_of(optimizers))
+    return next((each.device for each in grads_or_params), None)
+
+
+def _gradients_of(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    for param in _params_of(optimizers):
+        # Reading the gradient of a non-leaf tensor warns.
+        if (param.is_leaf or param.retains_grad) and param.grad is not None:
+            yield param.grad
+
+
+def _params_of(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+        yield from (param for param in group["params"] if isinstance(param, Tensor))
 
 
 def explain(error: AttributeError, given: object, *needed: str) -> None:

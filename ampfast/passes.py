@@ -17,9 +17,9 @@ from ampfast.errors import add_note, warn_caller
 from ampfast.hooks import Methods
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
-from ampfast.max_skips import SkipLimit
+from ampfast.max_skips import SkipWatch
 from ampfast.norm_limits import Histories, NormLimit
-from ampfast.optimizers import ByOptimizer
+from ampfast.optimizers import ByOptimizer, device_of, explain
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 from ampfast.turn import READY, UNSCALED, Flags, TorchGradScaler, Turn, begin, new_turn
 
@@ -49,14 +49,13 @@ class Passes(TorchGradScaler):
     _skip_above: float | Sigmas | None = None
     # The limit of norms by which a step is measured: infinity where they are only kept, or None.
     _norm_limit: float | Sigmas | None = None
-    _skip_limit: SkipLimit | None = None
     _warned_of_shared_memory = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the names of
-    # parameters, the last turn of each living optimizer, and the norms of steps taken, for limits
-    # that skip and limits that clip.
+    # parameters, the last turn of each living optimizer, the norms of steps taken, for limits that
+    # skip and limits that clip, and the steps skipped in a row.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
@@ -66,6 +65,7 @@ class Passes(TorchGradScaler):
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())
     _norm_histories = cached_property(lambda self: Histories())
+    _skip_watch = cached_property(lambda self: SkipWatch())
 
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:
@@ -102,11 +102,12 @@ class Passes(TorchGradScaler):
         Where `torch.distributed` is initialized, the host waits for the count of the step before,
         so that all ranks raise at the same step. None for no limit.
         """
-        return None if self._skip_limit is None else self._skip_limit.most
+        return self._skip_watch.most
 
     @max_skips.setter
     def max_skips(self, most: int | None) -> None:
-        self._skip_limit = None if most is None else SkipLimit(most)
+        self._skip_watch = SkipWatch(most)
+        self._skip_watch.due = 1  # steps may have been skipped before
 
     def _make_passes(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
@@ -196,14 +197,23 @@ class Passes(TorchGradScaler):
         turn.agreement = None
         return flags
 
-    def _checked_scale(self, method: str) -> Tensor:
-        """The scale, of which torch's own method checks that it was made."""
+    def _checked_scale(self, method: str, *optimizers: Any) -> Tensor:
+        """The scale, of which torch's own method checks that it was made; a guard makes it here."""
+        if self._is_guard and self._scale is None:
+            try:
+                device = device_of(optimizers)
+            except AttributeError as error:
+                explain(error, optimizers[0], "param_groups")
+                raise
+            device = device or self._ranks.device or torch.device(self._device or "cpu")
+            self._lazy_init_scale_growth_tracker(device)
         try:
             self._check_scale_growth_tracker(method)
         except AssertionError as error:
-            remedy = "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
-            if self._is_guard:
-                remedy = "Call scale(loss).backward(): a scale of 1 returns the loss itself."
+            remedy = (
+                "The scaler whose scale() was given the loss must unscale, clip, step and update, "
+                "too. Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+            )
             add_note(error, remedy)
             raise
         if self._scale is None:

@@ -80,7 +80,8 @@ def skip_limit_of(skip_above: object) -> float | Sigmas | None:
     """
     if skip_above is None or isinstance(skip_above, Sigmas):
         return skip_above
-    return float_of("skip_above", skip_above, " or ampfast.Sigmas", least=0)
+    others = " or ampfast.Sigmas (Percentile and ZScore are for max_norm)"
+    return float_of("skip_above", skip_above, others, least=0)
 
 
 @dataclass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from torch.cuda.amp.common import amp_definitely_not_available
+
+from ampfast.errors import with_suggestions
 from ampfast.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -16,11 +19,13 @@ if TYPE_CHECKING:
 class StepGuard(GradScaler):
     """Skips steps whose gradients have inf or NaN, and scales nothing; for bfloat16 and float32.
 
-    `GradScaler(device, init_scale=1.0, dynamic=False)`: `scale` returns its argument, and gradients
+    `GradScaler(init_scale=1.0, dynamic=False)` that needs no device: its state is made where the
+    first gradients are (or the first parameters, or the ranks of a group, if there are none). It is
+    never disabled for want of CUDA. `scale` returns its argument and need not be called. Gradients
     are only read, once. Clipping, counts, tracking and the agreement of ranks are `GradScaler`'s.
 
     Args:
-        device: As for `GradScaler`.
+        device: Device type, which a mesh of `process_group` must have then; None for any.
         enabled: As for `GradScaler`.
         backend: As for `GradScaler`.
         allow_fp16: As for `GradScaler`.
@@ -35,9 +40,10 @@ class StepGuard(GradScaler):
         RuntimeError: As `GradScaler`.
     """
 
+    @with_suggestions
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | None = None,
         *,
         enabled: bool = True,
         backend: str | None = None,
@@ -47,8 +53,10 @@ class StepGuard(GradScaler):
         skip_above: float | Sigmas | None = None,
         max_skips: int | None = None,
     ) -> None:
+        if device == "cuda" and amp_definitely_not_available():
+            device = None  # for which torch's constructor would disable it
         super().__init__(
-            *(device, 1.0),
+            *(cast(str, device), 1.0),
             enabled=enabled,
             backend=backend,
             allow_fp16=allow_fp16,

@@ -393,10 +393,12 @@ class _Record:
 
 def require_known(track: str | None) -> None:
     """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
-    if track is not None and not isinstance(track, str):
-        raise TypeError(f"track must be a string or None, got {type(track).__name__}")
-    if track not in (None, "overflow", "modules", "norms"):
-        raise ValueError(f"track must be 'overflow', 'modules', 'norms' or None, got {track!r}")
+    is_name = track is None or isinstance(track, str)
+    if not is_name or track not in (None, "overflow", "modules", "norms"):
+        raise (ValueError if is_name else TypeError)(
+            "track must be 'overflow' (for overflow_report), 'modules' (to name the module, too), "
+            f"'norms' (for grad_norms, too) or None, got {track!r}"
+        )
 
 
 def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -81,3 +81,11 @@ def not_ready(turn: dict[str, Any], note: str) -> RuntimeError:
     if turn["stage"] is UNSCALED:
         text = "unscale_() has already been called on this optimizer since the last update()."
     return add_note(RuntimeError(text), f"{note} {ONCE}")
+
+
+def nothing_checked() -> AssertionError:
+    """Returns the error of torch's `update` for an iteration without a check."""
+    return add_note(
+        AssertionError("No inf checks were recorded prior to update."),
+        "Neither step() nor unscale_() found a gradient since the last update().",
+    )

@@ -410,7 +410,7 @@ def _bad_batches(device: torch.device, seed: int) -> tuple[dict[str, list[float]
         with _deterministic(seed):
             model = network().to(device)
             optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-            guard = ampfast.StepGuard(device.type)
+            guard = ampfast.StepGuard()
             curves[way] = []
             for step, batch in enumerate(batches):
                 is_bad = step >= BAD_FIRST and step % BAD_EVERY < BAD_IN_A_ROW

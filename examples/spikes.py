@@ -52,7 +52,7 @@ def trained(
     torch.manual_seed(0)
     model = Writer(width=32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    guard = ampfast.StepGuard(device)
+    guard = ampfast.StepGuard()
     curve = []
     for step, batch in enumerate(batches, 1):
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from support import comparison
 from support.comparison import TorchScaler
 from support.gradients import parameter_with
 
-from ampfast import GradScaler, StepGuard
+from ampfast import GradScaler, ShardedGradScaler, StepGuard
 
 started = functools.partial(comparison.started, GradScaler)
 
@@ -26,6 +27,22 @@ def test_a_number_first_is_refused_with_a_hint(arguments: Any) -> None:
         with pytest.raises(TypeError, match=r"init_scale=.*patch\(\)") as caught:
             call(*arguments)
         assert str(arguments[0]) in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [partial(GradScaler, "cpu"), StepGuard, ShardedGradScaler])
+def test_an_unknown_keyword_gets_the_one_that_was_meant(make: Any) -> None:
+    for name, note in (("skip_abov", ["Did you mean skip_above?"]), ("xyz", [])):
+        with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{name}'") as told:
+            make(**{name: 1})
+        assert getattr(told.value, "__notes__", []) == note
+
+
+@pytest.mark.parametrize("make", [partial(GradScaler, "cpu"), StepGuard])
+def test_a_model_is_no_checkpoint_of_a_scaler(make: Any) -> None:
+    with pytest.raises(KeyError) as told:
+        make().load_state_dict(torch.nn.Linear(2, 1).state_dict())
+    assert told.value.args == ("scale",)
+    assert "this one begins with weight, bias: is it of a model" in told.value.__notes__[0]
 
 
 def test_a_disabled_scaler() -> None:

@@ -264,6 +264,20 @@ def test_complex_gradients(optimizer: str, torch_fails: Any) -> None:
     assert_same(ours.values(), expected.values())
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
+def test_a_hundred_skipped_steps_warn(optimizer: str, torch_fails: Any) -> None:
+    said = []
+    for run in both(optimizer, [floats(NAN)], 4.0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(100):
+                run.step()
+                run.scaler.update()
+        said.append([str(each.message) for each in caught])
+    assert [each[:32] for each in said[0]] == ["100 steps in a row were skipped."]
+    torch_fails("steps that are all skipped", not said[1])
+
+
 @pytest.mark.parametrize(("tracker", "interval"), [(5, 3), (5, 5), (5, 1), (1999, 10)])
 def test_lowered_growth_interval(tracker: int, interval: int, torch_fails: Any) -> None:
     ours, theirs = both("sgd", [floats(1.0)], 4.0)

@@ -141,6 +141,19 @@ def test_programs_warn_once_or_of_nothing(name: str, fused: bool, scaler: type[A
     assert all(said in str(each.message) for each in caught)
 
 
+@pytest.mark.parametrize("scaler", [GradScaler, StepGuard])
+@pytest.mark.parametrize("call", [UNSCALE, CLIP])
+def test_a_call_before_the_first_gradient(call: Program, scaler: type[Any]) -> None:
+    for fused in (False, True):
+        model = Model(scaler("cpu"), fused)
+        loss = model.scaler.scale(model.loss())
+        call(model)
+        loss.backward()
+        with pytest.raises((AssertionError, AttributeError)) as refused:
+            model.end()
+        assert "which belong between backward() and step()" in refused.value.__notes__[0]
+
+
 def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
     model = Model(GradScaler("cpu"))
     for call in (BACK, UNSCALE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -114,14 +115,12 @@ def test_counts_of_a_gpu_are_told_when_they_have_arrived(monkeypatch: pytest.Mon
     training.scaler.load_state_dict(saved)
     training.step(math.inf, math.inf)
     copies[1].set()
-    training.step(math.inf)
-    copies[2].set()
-    with pytest.raises(FloatingPointError, match="4 steps in a row"):
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
         training.step(math.inf)
     # Ranks wait for those of the step before, so that all end at the same step.
     training.scaler.max_skips = 1
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(FloatingPointError, match="6 steps in a row"):
+    with pytest.raises(FloatingPointError, match="5 steps in a row"):
         training.step(math.inf, math.inf)
 
 
@@ -138,6 +137,54 @@ def test_the_limit_is_an_attribute_and_is_copied(copied: Callable[[Any], Any]) -
     assert end_of(training, "xx") == 1
     training.scaler.max_skips = None
     assert end_of(training, "xxxx") is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_very_many_in_a_row_warn_once(kind: str) -> None:
+    training = training_of(kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.step(math.nan, 1.0, *[math.nan] * 60)
+        training.scaler = copy.copy(training.scaler)  # with its counts
+        training.step(*[math.nan] * 39)
+        assert not caught
+        training.step(*[math.nan] * 111)
+    (told,) = map(str, (each.message for each in caught))
+    counts = "100 steps in a row were skipped. Of 102 steps 101 were skipped, 0 of them for their"
+    assert told.startswith(counts) and "find_nonfinite(model)" in told and "skip_above" not in told
+
+
+@pytest.mark.parametrize(("most", "ends", "warns"), [(None, None, 1), (101, 100, 1), (100, 99, 0)])
+def test_an_earlier_end_does_not_warn(most: int | None, ends: int | None, warns: int) -> None:
+    training = training_of("guard", max_skips=most, skip_above=10.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert end_of(training, "x" * 120, 20.0) == ends
+    assert len(caught) == warns
+    for each in caught:
+        assert "100 of them for their norm. Where every norm is above the limit, set" in str(each)
+
+
+@pytest.mark.parametrize("most", [None, 150])
+def test_on_a_gpu_it_waits_for_nothing(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = training_of(max_skips=most)
+    training.step(1.0)
+    copies = counters_on_gpu(training.scaler, monkeypatch)
+    for turn in range(700):
+        training.step(1.0)
+        if turn % 2:
+            for copy_of in copies:
+                copy_of.set()
+    assert len(copies) <= 8, "one in about a hundred steps"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.step(*[math.nan] * 140)
+    for copy_of in copies:
+        copy_of.set()
+    with pytest.warns(UserWarning, match="steps in a row were skipped"):
+        for _ in range(3):
+            training.step(math.nan)
+            copies[-1].set()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -86,7 +87,10 @@ def test_a_scale_that_is_set(backend: str) -> None:
     for value, scale in ((math.inf, 32.0), (1.0, 4.0)):
         loop.backward(value)
         loop.scaler.step(loop.optimizer)
-        loop.scaler.update(scale)
+        with pytest.raises(FloatingPointError) if value == math.inf else nullcontext():
+            loop.scaler.update(scale)
+        assert loop.scaler.get_scale() == scale
+    loop.scaler.update(scale)
     stats = loop.scaler.stats()
     assert (stats.steps, stats.skipped, stats.growths, stats.backoffs) == (2, 1, 0, 0)
     assert (stats.scale, stats.growth_tracker) == (4.0, 0)

@@ -124,12 +124,13 @@ class HostCopies:
     def __getstate__(self) -> dict[str, Any]:
         return {"_pending": None}
 
-    def latest(self, tensor: Tensor, waits: bool = False) -> list[Any] | None:
+    def latest(self, tensor: Tensor, waits: bool = False, again: bool = True) -> list[Any] | None:
         """Returns the numbers of a copy that has arrived, if any, and starts the next copy.
 
         Args:
             tensor: What is copied.
             waits: Whether the host waits for the copy that was started last.
+            again: Whether the next copy starts as one has arrived, else in the next call.
         """
         if not tensor.is_cuda:
             return tensor.tolist()
@@ -140,7 +141,7 @@ class HostCopies:
                 arrival.synchronize()
             if arrival is None or arrival.query():
                 arrived, self._pending = buffer.tolist(), None
-        if self._pending is None:
+        if self._pending is None and (again or arrived is None):
             self._pending = copy_to_host_async(tensor)
         return arrived
 

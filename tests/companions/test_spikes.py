@@ -366,7 +366,7 @@ def test_captured_clips_go_on_with_the_norms_of_their_place(monkeypatch: Any) ->
 
 # Bad input
 
-FINITE, NUMBER = "at least 0 and finite, got", "a Python number or ampfast.Sigmas, got"
+FINITE, NUMBER = "at least 0 and finite, got", r"a Python number or .* \(.* are for max_norm\), got"
 # Arguments of Sigmas, or a limit of a clip.
 BAD: list[tuple[Any, type[Exception], str]] = [
     ((-1.0,), ValueError, f"sigmas must be {FINITE} -1.0"),
@@ -383,6 +383,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ((6, 9, True), TypeError, "patience must be an int, got bool"),
     (math.nan, ValueError, "skip_above must be at least 0, got nan"),
     (-1, ValueError, "skip_above must be at least 0, got"),
+    (ampfast.Percentile(), TypeError, f"skip_above must be {NUMBER} Percentile"),
     ("20", TypeError, f"skip_above must be {NUMBER} str"),
     (True, TypeError, f"skip_above must be {NUMBER} bool"),
     (torch.tensor(2.0), TypeError, f"skip_above must be {NUMBER} Tensor"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -100,7 +102,6 @@ def test_a_loss_is_returned_as_it_is(track: str | None) -> None:
         assert guard.scale(loss) is loss
         assert [each is loss for each in guard.scale(iter([loss, loss]))] == [True, True]
         assert guard.get_scale() == 1.0
-        assert guard._scale is not None
     for wrong in (1.0, [loss, None]):
         with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
             guard.scale(wrong)
@@ -110,9 +111,42 @@ def test_a_loss_is_returned_as_it_is(track: str | None) -> None:
     assert disabled.get_scale() == 1.0
 
 
+class Hooked(ampfast.StepGuard):
+    def _check_scale_growth_tracker(self, name: str) -> Any:
+        return super()._check_scale_growth_tracker(name)
+
+
+def again(guard: Any) -> Any:
+    """A guard from pickles of one that loads its own checkpoint."""
+    guard.load_state_dict(guard.state_dict())
+    return copy.deepcopy(pickle.loads(pickle.dumps(guard)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["grad_norm", *UNCLIPPED, CLIP])
+def test_it_needs_neither_cuda_nor_a_device_nor_scale(way: str, fused: bool) -> None:
+    """Its state is made where the first gradients are."""
+    made = [ampfast.StepGuard(), ampfast.StepGuard("cuda"), Hooked(), again(ampfast.StepGuard())]
+    for guard in (*made, ampfast.GradScaler("cpu", 1.0, dynamic=False)):
+        first = "cpu" if fused else "meta"
+        params = [nn.Parameter(torch.ones(2, device=each)) for each in (first, "cpu")]
+        optimizer: Any = torch.optim.SGD(params, lr=0.1, fused=fused)
+        assert guard.is_enabled() and guard.get_scale() == 1.0
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior"):
+            guard.update()
+        with pytest.raises(AttributeError, match="param_groups"):
+            guard.step(params)
+        assert guard._scale is None and guard.stats().steps == 0, "nothing is known yet"
+        params[1].grad = torch.tensor([1.0, math.nan])
+        if way == "grad_norm":
+            assert guard.grad_norm(optimizer).isnan()
+        take_step(guard, optimizer, way=way)
+        assert guard.skip_reason(optimizer) == "nonfinite"
+        assert guard._scale.device.type == "cpu" and params[1].tolist() == [1.0, 1.0]
+
+
 def test_the_scale_stays_1() -> None:
     guard, other = ampfast.StepGuard("cpu"), started(ampfast.GradScaler, dynamic=False)
-    guard.scale(torch.ones(()))
     dynamic = ampfast.GradScaler("cpu", init_scale=1.0)
     before = guard.state_dict()
     for call, value, text in (
@@ -120,8 +154,8 @@ def test_the_scale_stays_1() -> None:
         (guard.update, torch.tensor(1.0), "this scaler's scale is always 1, got"),
         (guard.set_backoff_factor, 0.5, "never changes: it takes no backoff_factor"),
         (guard.set_growth_interval, 1, "never changes: it takes no growth_interval"),
-        (guard.load_state_dict, other.state_dict(), r"always 1, but the checkpoint's is 8\.0"),
-        (guard.load_state_dict, dynamic.state_dict(), "made with dynamic=False, but"),
+        (guard.load_state_dict, other.state_dict(), r"of a scaler whose scale is 8\.0, as for fl"),
+        (guard.load_state_dict, dynamic.state_dict(), r"of a scaler whose scale is 1\.0 and chang"),
     ):
         with pytest.raises(ValueError, match=text):
             call(value)

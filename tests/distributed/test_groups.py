@@ -20,6 +20,7 @@ import torch.distributed as dist
 from groups import Alone
 from support.comparison import TorchScaler, started
 from support.gradients import parameter_like, parameter_with
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -53,6 +54,26 @@ def copies() -> list[object]:
         seen.append(agreed(alone))
     sharded = pickle.loads(pickle.dumps(ShardedGradScaler("cpu")))
     return [*seen, sharded.process_group, agreed(sharded)]
+
+
+def guarded() -> list[bool]:
+    """Skips of guards without a device; rank 1 has no gradient, then no parameter."""
+    skips = []
+    for group in (dist.group.WORLD, init_device_mesh("cpu", (2,))):
+        for count in (1, 0):
+            param, guard = nn.Parameter(torch.ones(2)), ampfast.StepGuard(process_group=group)
+            optimizer = SGD([param], lr=1.0)
+            if dist.get_rank() == 0:
+                param.grad = torch.full((2,), math.nan)
+            else:
+                optimizer.param_groups[0]["params"] = [param][:count]
+            guard.step_and_update(optimizer)
+            skips.append(guard.step_skipped(optimizer))
+    return skips
+
+
+def test_guards_need_no_device() -> None:
+    assert ranks.run(guarded) == [[True] * 4] * 2
 
 
 def test_copies_and_pickles() -> None:

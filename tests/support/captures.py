@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampfast import GradScaler, backends, capture, grad_scaler, gradients, spikes
+from ampfast import GradScaler, backends, capture, grad_scaler, gradients, max_skips, spikes
 from ampfast.backends.gpu import DeviceKernels
 from support.comparison import TorchScaler, assert_same
 
@@ -286,7 +286,7 @@ class Capturing:
         graph = self.graph
         kernels = _Kernels(launcher, graph)
         monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
-        for module in (capture, grad_scaler, spikes):
+        for module in (capture, grad_scaler, max_skips, spikes):
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(capture, "_current_device", lambda: torch.device("cpu"))
