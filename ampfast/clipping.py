@@ -146,8 +146,8 @@ def _sums_of_all(
         counted = [each for term in terms for each in term.counted]
         if order != 2.0:
             # Of complex gradients the passes have read the parts.
-            norms = (_p_norms(term, order, agreement, only_complex=True) for term in terms)
-            counted += [norm.repeat(2) for norm in chain.from_iterable(norms)]
+            others = (_p_norms(term, order, agreement, only_complex=True) for term in terms)
+            counted += [norm.repeat(2) for norm in chain.from_iterable(others)]
         counted = counted or [allocate(torch.zeros, 2, dtype=wide, device=device)]
         if len(counted) == 1 and counted[0].device == device:
             sums = counted[0].unsqueeze(0)
