@@ -23,6 +23,7 @@ PARTS = {
     "states": ("states", "count", 5000, 1800),
     "programs": ("long_programs", "count", 90_000, 3600),
     "clips": ("clips", "count", 8000, 1800),
+    "conditions": ("conditions", "count", 5000, 1800),
     "interrupts": ("interrupts", "signals", 5000, 3600),
 }
 
