@@ -204,22 +204,21 @@ class Tracking:
         record = self._records.get(optimizer)
         if record is not None and record.history.marks:
             marks = record.history.marks
-            if record.history.norms is None:
+            if record.norms is None:
                 refuse_capture("the creation of norms by parameter")
-                record.history.norms = NormHistory(len(record.params), next(iter(marks)))
-            record.history.norms.append([torch_ops.squares_in(each) for each in marks.values()])
+                record.norms = NormHistory(len(record.params), next(iter(marks)))
+            record.norms.append([torch_ops.squares_in(each) for each in marks.values()])
 
     def norm_report(self) -> NormReport:
-        """Norms of all optimizers' parameters; one host sync."""
+        """Norms of living optimizers' parameters; one host sync."""
         self._look()
-        measured = [each.norms.summary() for each in self._histories if each.norms is not None]
-        on_host = _rows_on_host(measured)
+        found = [(r, r.norms.summary()) for _, r in self._records if r.norms is not None]
+        on_host = _rows_on_host([summary for _, summary in found])
         return NormReport(
             tuple(
                 ParameterNorms(*place, *next(on_host))
-                for number, each in enumerate(self._histories)
-                if each.norms is not None
-                for place in each.places(number)
+                for record, _ in found
+                for place in record.history.places(self._histories.index(record.history))
             )
         )
 
@@ -336,7 +335,6 @@ class _History:
         self._names: list[str] = []
         self.trainable: list[tuple[int, int]] = []
         self.marks: dict[torch.device, Tensor] = {}
-        self.norms: NormHistory | None = None
 
     def look(self, names: dict[Tensor, str]) -> None:
         """Looks at the parameters, which live, and at their names."""
@@ -373,6 +371,7 @@ class _Record:
         self.groups = tuple(map(tuple, groups))
         self.params = list(chain.from_iterable(self.groups))
         self.history = _History(self, optimizer_type)
+        self.norms: NormHistory | None = None
 
     def take_marks(self, last: _Record) -> None:
         """Copies marks and norms of the parameters that another record has, too."""
@@ -382,8 +381,8 @@ class _Record:
             pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
             old, new = pairs.unbind(1)
             self.history.marks_on(device).index_copy_(0, new, marks[old])
-        if moves and last.history.norms is not None:
-            self.history.norms = last.history.norms.taken(moves, len(self.params))
+        if moves and last.norms is not None:
+            self.norms = last.norms.taken(moves, len(self.params))
 
     def reset_squares(self) -> None:
         """Sets the sums of squares to 0, before a pass."""
