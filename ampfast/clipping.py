@@ -18,7 +18,6 @@ from ampfast.backends.core import share_memory as lists_share_memory
 from ampfast.backends.scalars import (
     allocate,
     any_found,
-    inverse,
     joint_flag,
     moved,
     new_flag,
@@ -60,12 +59,12 @@ class NormTerm:
     sums: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
 
-    def inverse_on(self, device: torch.device) -> Tensor | None:
-        """Returns the inverse scale on a device, if the gradients are still scaled by one."""
+    def unscaling_on(self, device: torch.device) -> tuple[Factor, Tensor | None]:
+        """Returns how, and by what factor on a device, gradients are still to be unscaled."""
         how, factor = self.unscaling
         if factor is None or self.unscales:
-            return None
-        return moved(inverse(factor) if how is Factor.TIMES_RECIPROCAL else factor, device)
+            return Factor.NONE, None
+        return how, moved(factor, device)
 
 
 def order_of(norm_type: object) -> float:
@@ -244,7 +243,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
     if agreement is not None:
         # Partial sums are replaced by reduced ones.
         for number, reduced in term.grads.shards.reduced():
-            row = torch_ops.norms([reduced], term.inverse_on(reduced.device))
+            row = torch_ops.norms([reduced], *term.unscaling_on(reduced.device))
             term.sums.append(row)
             if term.grads.track_on is not None:
                 table, now = term.grads.track_on(reduced.device)
@@ -316,7 +315,7 @@ def _p_norms(
         counts = agreement is None or agreement.counts(layout, marks.get(number))
         if grad is not None and counts:
             values = grad._values() if grad.is_sparse else grad
-            yield p_norm(values, order, term.inverse_on(values.device))
+            yield p_norm(values, order, *term.unscaling_on(values.device))
 
 
 def optimizers_of(optimizer: object) -> list[Any]:

@@ -221,10 +221,12 @@ def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     return Gradients(lists)
 
 
-def unscaling(scale: Tensor | None) -> tuple[Factor, Tensor | None]:
+def unscaling(scale: Tensor | None, *, divides: bool = False) -> tuple[Factor, Tensor | None]:
     """Returns how a scale unscales, and the factor; None is for unscaled gradients."""
     if scale is None:
         return Factor.NONE, None
+    if divides:
+        return Factor.DIVIDE, scale.detach().float()
     if scale.dtype is torch.float32:
         return Factor.TIMES_RECIPROCAL, scale
     return Factor.TIMES, inverse(scale)

@@ -315,7 +315,7 @@ class Passes(TorchGradScaler):
                 each,
                 scale,
                 writes=not deferred and not (writes_nothing and casts_of(each) is None),
-                allow_fp16=deferred,
+                divides=deferred,
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
@@ -400,12 +400,19 @@ class Passes(TorchGradScaler):
         return norm
 
     def _norm_term(
-        self, optimizer: Any, scale: Tensor | None, *, writes: bool, allow_fp16: bool = False
+        self,
+        optimizer: Any,
+        scale: Tensor | None,
+        *,
+        writes: bool,
+        allow_fp16: bool = False,
+        divides: bool = False,
     ) -> clipping.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
-        allow_fp16 = allow_fp16 or scale is None or self._allow_fp16
+        allow_fp16 = allow_fp16 or divides or scale is None or self._allow_fp16
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
-        return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
+        unscaling = gradients.unscaling(scale, divides=divides)
+        return clipping.NormTerm(optimizer, grads, unscaling, writes)
 
     def _collect(
         self,

@@ -51,6 +51,24 @@ AMPFAST_ELEMENT Opmath used_value(Opmath value, Factor how, float factor) {
   }
 }
 
+// By what gradients are multiplied for their sum of squares, and that sum afterwards.
+struct Multiplier {
+  float of_values;
+  double of_squares;
+};
+
+// Where a factor divides, its reciprocal: a division takes as long as several products. That of a
+// scale below 2^-128 would be infinite.
+AMPFAST_ELEMENT Multiplier multiplier_of(Factor how, float factor) {
+  const bool inverts = how == Factor::kDivide || how == Factor::kTimesReciprocal;
+  const float inverse = inverts ? inverse_scale(factor) : factor;
+  if (how != Factor::kDivide || !std::isinf(inverse)) {
+    return {inverse, 1};
+  }
+  const double rest = 1 / (factor * 0x1p127);
+  return {0x1p127f, rest * rest};
+}
+
 // Bits of the magnitude: as integers they are ordered as the magnitudes are, with NaN above
 // infinity.
 AMPFAST_ELEMENT int16_t magnitude16(uint16_t bits) { return static_cast<int16_t>(bits & 0x7fff); }

@@ -208,3 +208,25 @@ def test_an_optimizer_with_a_scale_of_its_own(own: float, reason: str | None) ->
     scaler.step(optimizer)
     assert scaler.skip_reason(optimizer) == reason
     assert torch.equal(param, before) is (reason is not None)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "aten", "launched"])
+@pytest.mark.parametrize("scale", [2.0**-130, 0.0, INF])
+@pytest.mark.parametrize("grad", [2.0**-140, 0.0, 1.0])
+def test_measuring_decides_as_a_fused_step_alone(
+    grad: float, scale: float, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """On the quotients, which the optimizer takes, and not on products."""
+    backend = None if kind == "launched" else kind
+    if backend is None:
+        request.getfixturevalue("launcher")
+    found = []
+    for options in ({}, {"track": "norms"}, {"skip_above": 1e38}):
+        param = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+        scaler = GradScaler("cpu", scale, backend=backend, **options)
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((2,), grad)
+        scaler.step(optimizer)
+        found.append([scaler.skip_reason(optimizer), param.detach()])
+    assert_same(found[1:], found[:1] * 2)

@@ -98,8 +98,8 @@ class Pass(NamedTuple):
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
         sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16
-            bits, and the largest magnitude as it is used; NaN wins. Where values are divided or,
-            without `squares`, written, the first is undefined. Or None.
+            bits, or quotients, and the largest magnitude as it is used; NaN wins. Where values are
+            written without `squares`, the first is undefined. Or None.
         marks: int64 of shape (P, MARK_WORDS), for P parameters: the last step with an inf or NaN
             value as it is used, and the number of such steps, the same of NaN, and the bits of a
             float64 to which a pass with sums adds the sum of squares. Or None.

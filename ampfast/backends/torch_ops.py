@@ -159,8 +159,9 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         if norms:
             peaks += used
             squares.append(torch.stack(norms))
-            if factor is not None and not divides:
-                squares[-1] = _times(squares[-1], factor, used[0])
+            if factor is not None:
+                by = factor.to(squares[-1].dtype).reciprocal() if divides else factor
+                squares[-1] = _times(squares[-1], by, used[0])
         if work.marks is not None:
             _mark_group_(group, work, factor, used)
             if norms:
@@ -188,7 +189,7 @@ def _check_or_write_(
 
     A clip measures what it may yet write, which was refused nothing.
     """
-    clips = work.sums is not None and not work.write and work.how is not Factor.DIVIDE
+    clips = work.sums is not None and not work.write
     if work.write:
         by = _one(found_inf.device) if factor is None else factor
         _check_and_unscale_(group.tensors, found_inf, by)
@@ -524,32 +525,34 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
     run(TensorList.of(grads), Pass(False, Factor.NONE, found_inf=found_inf))
 
 
-def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
-    """Returns sum of squares and largest magnitude of the gradients as unscaling would write them.
+def norms(grads: list[Tensor], how: Factor, factor: Tensor | None) -> Tensor:
+    """Returns sum of squares and largest magnitude of the gradients as they are used.
 
     Args:
         grads: Tensors of one device.
-        inv_scale: One-element float32 on that device, or None if they are unscaled.
+        how: As for `Pass`.
+        factor: As for `Pass`.
 
     Returns:
         Two elements, float64 where the device has it.
     """
     device = grads[0].device
     sums = allocate(torch.empty, 2, dtype=widest(device), device=device)
-    how = Factor.NONE if inv_scale is None else Factor.TIMES
-    run(TensorList.of(grads), Pass(False, how, inv_scale, sums=sums))
+    run(TensorList.of(grads), Pass(False, how, factor, sums=sums))
     return sums
 
 
 @torch.no_grad()
-def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tensor:
-    """Returns the norm of a tensor times an inverse scale, in the widest dtype of its device.
+def p_norm(
+    grad: Tensor, order: float, how: Factor = Factor.NONE, factor: Tensor | None = None
+) -> Tensor:
+    """Returns the norm of a tensor as a pass would use it, in the widest dtype of its device.
 
     Products are not rounded to 16 bit.
     """
-    values = core.real_view(grad.detach())
-    if inv_scale is not None:
-        values = _product(values, inv_scale)
+    by, values = _factor_of(Pass(False, how, factor)), core.real_view(grad.detach())
+    if by is not None:
+        values = _product(values, by, how is Factor.DIVIDE)
     if grad.is_complex():
         values = torch.view_as_complex(values)
     # The maximum of real numbers is exact in any dtype.
@@ -649,7 +652,8 @@ def _local(grad: Tensor) -> Tensor:
     return local.detach()
 
 
-def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:
-    """Unscaled values in opmath, before they are rounded to their dtype."""
+def _product(grad: Tensor, factor: Tensor, divides: bool = False) -> Tensor:
+    """Products or quotients in opmath, before they are rounded to their dtype."""
     opmath = torch.promote_types(grad.dtype, torch.float32)
-    return grad.detach().to(opmath) * inv_scale.reshape(()).to(opmath)
+    values, by = grad.detach().to(opmath), factor.reshape(()).to(opmath)
+    return values / by if divides else values * by

@@ -208,8 +208,8 @@ bool run(const GradList& grads, const Work& work) {
   if (work.marks) {
     require_rows(grads, *work.marks);
   }
-  const bool squares =
-      work.sums != nullptr && (work.squares || !work.write) && work.how != Factor::kDivide;
+  const bool squares = work.sums != nullptr && (work.squares || !work.write);
+  const Multiplier by = multiplier_of(work.how, work.factor);
   const double coefficient = work.coefficient.value_or(1);
   // As torch: where nothing changes, not even a subnormal is flushed.
   const bool changes = work.write && (work.factor != 1 || coefficient != 1);
@@ -230,7 +230,7 @@ bool run(const GradList& grads, const Work& work) {
     for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
       int64_t bits = 0;
       if (squares) {
-        partials[chunk] = loops.squares(address, numel, work.factor, &bits);
+        partials[chunk] = by.of_squares * loops.squares(address, numel, by.of_values, &bits);
       }
       if (writes == Writes::kPairs) {
         bits = loops.widen(address, wide, numel, work.factor, coefficient, streams(list));

@@ -21,8 +21,8 @@ struct Work {
   // By which the rounded products are multiplied. This pass decides nothing, and reads nothing
   // that it does not change.
   std::optional<double> coefficient;
-  // Gets the sum of squares of the values times the factor, 0 where they are divided, and the
-  // largest magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
+  // Gets the sum of squares of the values times the factor, or divided by it, and the largest
+  // magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
   bool squares = false;       // also of values that are written; else their sum is 0
   std::optional<Rows> marks;  // of the parameters of values not finite as used

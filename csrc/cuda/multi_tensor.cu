@@ -78,6 +78,11 @@ __device__ void pass(const Launch& launch) {
   int64_t* header = launch.header;
   Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{1, 1};
   gatherer.is_aligned = launch.is_aligned;
+  // Read again where it is needed: registers are few.
+  const auto factor_of_use = [&] {
+    return kNorm && launch.how == Factor::kDivide ? static_cast<Opmath>(*launch.factor)
+                                                  : gatherer.factor;
+  };
   const auto begin = [&] {
     if (kClips) {
       const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
@@ -87,7 +92,8 @@ __device__ void pass(const Launch& launch) {
       gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
     }
     const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
-    gatherer.factor = launch.how == Factor::kTimesReciprocal ? inverse_scale(factor) : factor;
+    const bool inverts = kNorm || launch.how == Factor::kTimesReciprocal;
+    gatherer.factor = inverts ? multiplier_of(launch.how, factor).of_values : factor;
     // Where nothing changes, nothing is read.
     return !kCoefficient || kPairs || gatherer.factor != 1 || gatherer.coefficient != 1;
   };
@@ -99,7 +105,8 @@ __device__ void pass(const Launch& launch) {
       const double squares = reduced(gatherer.squares, sum);
       gatherer.squares = 0;
       if (threadIdx.x == 0) {
-        launch.partials[launch.first + chunk] = squares;
+        launch.partials[launch.first + chunk] =
+            squares * multiplier_of(launch.how, static_cast<float>(factor_of_use())).of_squares;
       }
     }
     if (launch.marks == nullptr) {
@@ -109,7 +116,7 @@ __device__ void pass(const Launch& launch) {
     if (kNorm && threadIdx.x == 0) {
       add_float64(row + kSquares, launch.partials[launch.first + chunk]);
     }
-    const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.how, gatherer.factor);
+    const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.how, factor_of_use());
     if (!std::isfinite(used)) {
       mark(row, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged alone; a peak that passes may stay.
@@ -128,7 +135,7 @@ __device__ void pass(const Launch& launch) {
   bool found = false;
   const auto peak = reduced(gatherer.peak, larger);
   if (threadIdx.x == 0) {
-    const auto used = used_peak<Format, !kPairs>(peak, launch.how, gatherer.factor);
+    const auto used = used_peak<Format, !kPairs>(peak, launch.how, factor_of_use());
     if (kNorm) {
       raise(header + kPeak, magnitude(static_cast<double>(used)));
     }

@@ -66,15 +66,13 @@ class ReferenceLauncher:
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if work.how is Factor.DIVIDE:
-                used = wide / factor.to(wide.dtype)
-            elif work.how is Factor.NONE:
-                used = wide
+                exact = used = wide / factor.to(wide.dtype)
             else:
-                used = wide * factor.to(wide.dtype)
+                exact = used = wide * factor.to(wide.dtype)
                 if not segment.is_paired:
                     used = used.to(gradient.dtype)
             if work.sums is not None:
-                squares = (wide * factor.to(wide.dtype)).double().square().sum()
+                squares = exact.double().square().sum()
                 self._squares += squares.item()
                 if work.marks is not None:
                     torch_ops.squares_in(work.marks)[number] += squares

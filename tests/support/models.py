@@ -500,7 +500,7 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
         if work.sums is None:
             assert not squares.any(), name
         else:
-            assert_squares(squares, make, inverse)
+            assert_squares(squares, make, 1 / divisor if work.how is Factor.DIVIDE else inverse)
         assert_surroundings_kept(track)
         for ours, theirs in zip(grads, plain, strict=True):
             same = (ours == theirs) | (ours.isnan() & theirs.isnan())
@@ -516,6 +516,13 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
     run("scaled", [g / 4 for g in make], Pass(True, Factor.TIMES_RECIPROCAL, scale))
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     run("norms", written, Pass(False, Factor.TIMES, factor, sums=sums))
+    divided = Pass(False, Factor.DIVIDE, flag(divisor).to(device), sums=sums)
+    run("norms of quotients", quotients, divided)
+    # The reciprocal of this scale is infinite.
+    tiny = torch.tensor([2.0**-140, 0.0, 3 * 2.0**-140], device=device)
+    work = divided._replace(factor=flag(2.0**-130).to(device))
+    assert kernels.run(grads_of([tiny]), work).item() == 0
+    assert sums.tolist() == [10 * 2.0**-20, 3 * 2.0**-10]
 
 
 def check_random_lists(kernels: Any, device: torch.device, seeds: range) -> None:

@@ -101,6 +101,20 @@ def _load_factor(factor_ptr, FACTOR: tl.constexpr):
 
 
 @triton.jit
+def _multiplier(factor, FACTOR: tl.constexpr):
+    """By what values are multiplied for their squares, and their sum, as in csrc/element.h."""
+    if FACTOR == _FACTOR.DIVIDE:
+        wide = factor.to(tl.float64)
+        inverse = (1.0 / wide).to(tl.float32)
+        is_infinite = _magnitude(inverse) == 0x7F800000
+        rest = 1.0 / (wide * 2.0**127)
+        of_values = tl.where(is_infinite, 2.0**127, inverse)
+        return of_values.to(tl.float32), tl.where(is_infinite, rest * rest, 1.0)
+    else:
+        return factor, 1.0
+
+
+@triton.jit
 def _norm_and_coefficient(total, norm_ptr, max_norm):
     """A norm as it is written, and torch's clip coefficient in float64."""
     norm = total.to(norm_ptr.dtype.element_ty)
@@ -452,8 +466,9 @@ def multi_tensor(
     chunk, step = tl.program_id(0), tl.num_programs(0)
     fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
+    of_values, of_squares = _multiplier(factor, FACTOR) if NORM else (factor, 1.0)
     factors = (
-        factor,
+        of_values,
         _load_coefficient(coefficient_ptr, norm_ptr, max_norm, largest)
         if coefficient_ptr is not None
         else None,
@@ -501,7 +516,7 @@ def multi_tensor(
         if WRITE:
             tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
-            total = tl.sum(squares, axis=0)
+            total = tl.sum(squares, axis=0) * of_squares
             tl.store(partials_ptr + first + chunk, total)
         if marks_ptr is not None:
             # Per thread: threads need not wait for each other.
