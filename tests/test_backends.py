@@ -21,17 +21,15 @@ from ampfast.backends import core, cpu
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 CURRENT = torch.device("cuda")
-CACHED = (
-    *("_choice", "_launcher", "_kernels"),
-    *("_unavailable_reason", "_failure_reason", "_default_on_gpu", "_warn_once"),
-)
 
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Clears cached facts about this machine before and after."""
     monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
-    cached = [getattr(backends, name) for name in CACHED]
+    monkeypatch.setattr(backends, "_kernels", {"aten": backends.TORCH_OPS, "cpu": cpu})
+    monkeypatch.setattr(backends, "_warnings", set())
+    cached = backends._choice, backends.support
     for function in cached:
         function.cache_clear()
     yield
@@ -103,13 +101,16 @@ def test_a_backend_that_cannot_be_had_is_refused_at_once(monkeypatch, name, erro
                 call()
 
 
-def machine(monkeypatch, missing, failing, interpreted=False):
+def machine(monkeypatch, missing, failing):
     """Simulated machine with a GPU, whose backends are missing or fail for these reasons."""
-    monkeypatch.setattr(backends, "_takes_cpu", lambda name: interpreted and name == "triton")
-    monkeypatch.setattr(backends, "_unavailable_reason", lambda name: missing.get(name, ""))
-    monkeypatch.setattr(backends, "_failure_reason", lambda name, index: failing.get(name, ""))
-    kernels = {"aten": backends.TORCH_OPS, "cpu": cpu}
-    monkeypatch.setattr(backends, "_kernels", lambda name: kernels.get(name, name))
+
+    def support(name, device=None):
+        reason = missing.get(name) or (failing.get(name, "") if device else "")
+        return backends.Support(not reason, reason)
+
+    monkeypatch.setattr(backends, "support", support)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
+    monkeypatch.setattr(backends, "_kernels_of", lambda name: name)
 
 
 @contextlib.contextmanager
@@ -162,9 +163,9 @@ def unlike_gpus(monkeypatch):
     capabilities = {"cuda:0": (9, 0), "cuda:1": (6, 9), "cuda:2": (8, 0), "cuda:3": (7, 0)}
     patches = {
         "_takes_cpu": lambda name: False,
-        "_unavailable_reason": lambda name: "",
+        "_what_is_missing": lambda name: "",
         "_try_out": lambda name, device: tried.append((name, str(device))) or "",
-        "_kernels": lambda name: backends.TORCH_OPS if name == "aten" else f"{name}'s",
+        "_kernels_of": lambda name: f"{name}'s",
     }
     for name, replacement in patches.items():
         monkeypatch.setattr(backends, name, replacement)
@@ -268,7 +269,7 @@ def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
         assert "; at run time Triton needs a C compiler: install my-cc" in triton.reason
         monkeypatch.setenv("CC", "sh")
         monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
-        backends._failure_reason.cache_clear()
+        backends.support.cache_clear()
         assert f"no {tmp_path}/Python.h" in str(backends.report())
 
 

@@ -105,9 +105,8 @@ def test_what_is_missing_is_told() -> None:
 with mock.patch.object(torch.cuda, "is_available", lambda: True):
     with mock.patch.object(cuda, "KERNELS", Path("/nowhere")):
         failure(backends.choose, "cuda")
-    backends._unavailable_reason.cache_clear()
     with mock.patch.object(torch.version, "hip", "7.0"):
-        print(backends._unavailable_reason("cuda"))
+        print(backends._what_is_missing("cuda"))
 """
     refused, other = said(program)
     missing = "RuntimeError: backend 'cuda' cannot run here: ampfast was built without its CUDA"

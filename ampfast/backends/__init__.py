@@ -42,6 +42,7 @@ _LAUNCHERS = {"cuda": "ampfast.backends.cuda", "triton": "ampfast.backends.trito
 # Older GPUs are none that CUDA 12 compiles for, or that Triton supports.
 _LEAST_CAPABILITY = {"cuda": (7, 0), "triton": (8, 0)}
 _NO_GPU = "torch sees no GPU"
+_INTERPRETED = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
 _REMEDIES = {
     "triton": "pip install 'triton>=3.6'",
     "cuda": "install a wheel of ampfast, or from source where nvcc is",
@@ -102,6 +103,28 @@ class Kernels(Protocol):
 # The kernels of every device, and of CPUs; the compiled core has its own for CPUs.
 TORCH_OPS = cast(Kernels, torch_ops)
 cpu = cast(Kernels, compiled)
+# The kernels of each backend that was asked for.
+_kernels: dict[str, Kernels] = {"aten": TORCH_OPS, "cpu": cpu}
+# Warnings that were given, for all GPUs with the same reason.
+_warnings: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a backend can serve, and else why not.
+
+    Attributes:
+        supported: Whether it can.
+        reason: Why it cannot; else empty.
+    """
+
+    supported: bool
+    reason: str = ""
+
+    @classmethod
+    def unless(cls, reason: str) -> Support:
+        """Returns that a backend can serve, unless there is a reason why it cannot."""
+        return cls(not reason, reason)
 
 
 @dataclass(frozen=True)
@@ -153,11 +176,11 @@ class Choice:
             return self._on_cpu
         if device.type != "cuda" or self._name == "aten":
             return "aten"
-        index = _current_gpu() if device.index is None else device.index
-        if self._name not in _LAUNCHERS or _takes_cpu(self._name):
-            return _default_on_gpu(index)
-        if reason := _failure_reason(self._name, index):
-            raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
+        gpu = _current_gpu() if device.index is None else device
+        if self._name not in _LAUNCHERS or self._on_cpu == "triton":
+            return _default_on_gpu(gpu)
+        if not (found := support(self._name, gpu)).supported:
+            raise RuntimeError(f"backend {self._name!r} cannot run here: {found.reason}")
         return self._name
 
     def kernels_for(self, device: torch.device) -> Kernels:
@@ -170,19 +193,55 @@ class Choice:
             RuntimeError: As for `name_for`.
         """
         # Without a call of `name_for`, since every step asks.
-        return _kernels(self._on_cpu if device.type == "cpu" else self.name_for(device))
+        name = self._on_cpu if device.type == "cpu" else self.name_for(device)
+        return _kernels.get(name) or _kernels_of(name)
 
 
 def report() -> list[BackendReport]:
     """Returns a report on every backend, in the order of `NAMES`."""
     found = []
     for name in NAMES:
-        reason, device_types = "", ("cpu",) if name == "cpu" else ()
+        here, device_types = Support(True), ("cpu",) if name == "cpu" else ()
         if name in _LAUNCHERS:
-            reason = _unavailable_reason(name) or _failure_reason(name, _current_gpu())
-            device_types = ("cpu",) if not reason and _takes_cpu(name) else ("cuda",)
-        found.append(BackendReport(name, not reason, reason, device_types))
+            device_types = ("cuda",)
+            if (here := support(name)).supported:
+                device = torch.device("cpu") if _takes_cpu(name) else _current_gpu()
+                here = support(name, device)
+                device_types = (device.type if here.supported else "cuda",)
+        found.append(BackendReport(name, here.supported, here.reason, device_types))
     return found
+
+
+@cache
+def support(name: str, device: torch.device | None = None) -> Support:
+    """Returns whether the kernels of a GPU backend can serve.
+
+    GPUs are tried separately, as they may differ; interpreted kernels on the CPU.
+
+    Args:
+        name: "cuda" or "triton".
+        device: Where they are tried on one gradient, as compilation errors show only then; None for
+            what is known without a launch.
+    """
+    if device is None:
+        return Support.unless(_what_is_missing(name))
+    if not (found := support(name)).supported:
+        return found
+    if device.type == "cuda":
+        if _takes_cpu(name):
+            return Support(False, _INTERPRETED)
+        refuse_capture("the first launch")
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is None and capability < _LEAST_CAPABILITY[name]:
+            least = ".".join(map(str, _LEAST_CAPABILITY[name]))
+            return Support(False, f"{device} has compute capability below {least}")
+    try:
+        # In a thread of its own, without the caller's modes.
+        with ThreadPoolExecutor(1) as aside:
+            return Support.unless(aside.submit(_try_out, name, device).result())
+    except Exception as error:  # compilers raise errors of many types
+        reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
+        return Support(False, reason + (_what_triton_lacks() if name == "triton" else ""))
 
 
 def default_for(device: torch.device) -> str:
@@ -237,20 +296,17 @@ def require_known(name: str | None, source: str = "backend") -> None:
 @cache
 def _choice(source: str, name: str | None) -> Choice:
     require_known(name, source)
-    if name in _LAUNCHERS and (reason := _unavailable_reason(name)):
-        raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
+    if name in _LAUNCHERS and not (found := support(name)).supported:
+        raise RuntimeError(f"{source} {name!r} cannot run here: {found.reason}")
     return Choice(name)
 
 
-@cache
 def _launcher(name: str) -> ModuleType:
     return importlib.import_module(_LAUNCHERS[name])
 
 
-@cache
-def _kernels(name: str) -> Kernels:
-    others = {"aten": TORCH_OPS, "cpu": cpu}
-    return others.get(name) or cast(Kernels, DeviceKernels(_launcher(name)))
+def _kernels_of(name: str) -> Kernels:
+    return _kernels.setdefault(name, cast(Kernels, DeviceKernels(_launcher(name))))
 
 
 def _takes_cpu(name: str | None) -> bool:
@@ -258,9 +314,8 @@ def _takes_cpu(name: str | None) -> bool:
     return name == "triton" and bool(_launcher("triton").INTERPRETED)
 
 
-@cache
-def _unavailable_reason(name: str) -> str:
-    """Reason why a GPU backend cannot run, if known without a launch."""
+def _what_is_missing(name: str) -> str:
+    """What a GPU backend lacks here, as far as is known without a launch; else an empty text."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         return _NO_GPU
@@ -273,31 +328,8 @@ def _unavailable_reason(name: str) -> str:
     return "" if has_gpu or _takes_cpu(name) else _NO_GPU
 
 
-def _current_gpu() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-@cache
-def _failure_reason(name: str, index: int | None) -> str:
-    """Reason why the kernels fail on one gradient; compilation errors show only then.
-
-    GPUs are tried separately, as they may differ; interpreted kernels on the CPU.
-    """
-    device = torch.device("cpu")
-    if not _takes_cpu(name):
-        device = torch.device(f"cuda:{index}")
-        refuse_capture("the first launch")
-        capability = torch.cuda.get_device_capability(device)
-        if torch.version.hip is None and capability < _LEAST_CAPABILITY[name]:
-            least = ".".join(map(str, _LEAST_CAPABILITY[name]))
-            return f"{device} has compute capability below {least}"
-    try:
-        # In a thread of its own, without the caller's modes.
-        with ThreadPoolExecutor(1) as aside:
-            return aside.submit(_try_out, name, device).result()
-    except Exception as error:  # compilers raise errors of many types
-        reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
-        return reason + (_what_triton_lacks() if name == "triton" else "")
+def _current_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 def _what_triton_lacks() -> str:
@@ -318,7 +350,7 @@ def _try_out(name: str, device: torch.device) -> str:
     grads = core.list_of([gradient], device)
     if grads is None:
         raise RuntimeError("tensors are not plain here")
-    found_inf = _kernels(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
+    found_inf = _kernels_of(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
     # A copy that the sync debug mode of torch allows.
     seen, arrival = scalars.copy_to_host_async(torch.cat([gradient, found_inf.reshape(1)]))
     if arrival is not None:
@@ -328,27 +360,20 @@ def _try_out(name: str, device: torch.device) -> str:
     return ""
 
 
-@cache
-def _default_on_gpu(index: int | None) -> str:
-    chosen, missing, failing = "aten", {}, {}
+def _default_on_gpu(device: torch.device) -> str:
+    refused: dict[str, str] = {}
     for name in _LAUNCHERS:
-        if reason := _unavailable_reason(name):
-            missing[name] = reason
-        elif _takes_cpu(name):
-            failing[name] = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
-        elif reason := _failure_reason(name, index):
-            failing[name] = reason
-        else:
-            chosen = name
+        found = support(name, device)
+        if found.supported:
+            # One kind of kernels is enough: nobody misses another that is not installed.
+            refused = {each: refused[each] for each in refused if support(each).supported}
             break
-    # One kind of kernels is enough.
-    for name, reason in (failing if chosen != "aten" else {**missing, **failing}).items():
-        if reason != _NO_GPU:
-            _warn_once(f"ampfast does not use its backend {name!r}: {reason}")
-    return chosen
-
-
-@cache
-def _warn_once(message: str) -> None:
-    """Warns once for all GPUs with the same reason."""
-    warnings.warn(message, stacklevel=3)
+        refused[name] = found.reason
+    else:
+        name = "aten"
+    for each, reason in refused.items():
+        message = f"ampfast does not use its backend {each!r}: {reason}"
+        if reason != _NO_GPU and message not in _warnings:
+            _warnings.add(message)
+            warnings.warn(message, stacklevel=2)
+    return name
