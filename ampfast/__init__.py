@@ -11,19 +11,19 @@ __path__ = [*__path__, *folders_for(torch.__version__)]
 
 from ampfast import backends, callbacks, functional, report
 from ampfast._version import __version__
+from ampfast.clip.norm_limits import Percentile, ZScore
+from ampfast.clip.spikes import Sigmas
+from ampfast.diagnose.find_nonfinite import find_nonfinite
 from ampfast.distributed import mark_replicated
-from ampfast.find_nonfinite import find_nonfinite
-from ampfast.grad_scaler import GradScaler
-from ampfast.lr_scheduler import LateScheduler
-from ampfast.master_weights import MasterWeights, master_weights_
-from ampfast.norm_limits import Percentile, ZScore
+from ampfast.optim.lr_scheduler import LateScheduler
+from ampfast.optim.master_weights import MasterWeights, master_weights_
+from ampfast.optim.sync_free import sync_free_
 from ampfast.patch import Patch, patch, unpatch
-from ampfast.spikes import Sigmas
-from ampfast.step_guard import StepGuard
-from ampfast.sync_free import sync_free_
+from ampfast.scaler.grad_scaler import GradScaler
+from ampfast.scaler.step_guard import StepGuard
 
 if TYPE_CHECKING:
-    from ampfast.fsdp import ShardedGradScaler
+    from ampfast.scaler.fsdp import ShardedGradScaler
 
 __all__ = [
     "GradScaler",
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Imported on first use, since torch.distributed.fsdp takes a while.
     if name == "ShardedGradScaler" and torch.distributed.is_available():
-        from ampfast.fsdp import ShardedGradScaler
+        from ampfast.scaler.fsdp import ShardedGradScaler
 
         return ShardedGradScaler
     missing = " in a torch without torch.distributed" if name == "ShardedGradScaler" else ""

@@ -7,9 +7,9 @@ import sys
 from importlib.util import find_spec
 
 import ampfast
+from ampfast.cli.jsonl_log import is_step_log
+from ampfast.cli.scaler_clock import is_first_rank
 from ampfast.errors import float_of
-from ampfast.step_log import is_step_log
-from ampfast.watch import is_first_rank
 
 
 def main(arguments: list[str] | None = None) -> int:

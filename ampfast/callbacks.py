@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ampfast.grad_scaler import GradScaler
 from ampfast.report import figures
+from ampfast.scaler.grad_scaler import GradScaler
 
 _logger = logging.getLogger("ampfast")
 _Write = Callable[[dict[str, float]], object]

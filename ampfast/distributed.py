@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfast.backends import core, scalars, torch_ops
-from ampfast.capture import is_capturing
+from ampfast.backends import aten, core, scalars
+from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.errors import warn_caller
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class LocalShards:
     def agree_(self, found_inf: Tensor) -> None:
         """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""
         for _, reduced in self.reduced():
-            torch_ops.check_([reduced.clone()], found_inf)
+            aten.check_([reduced.clone()], found_inf)
         agreement = self.agreement()
         if agreement is not None:
             agreement.reduce_(found_inf, dist.ReduceOp.MAX)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import backends, clipping, gradients
-from ampfast.backends import core, torch_ops
+from ampfast import backends, gradients
+from ampfast.backends import aten, core
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.scalars import allocate, new_flag
-from ampfast.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from ampfast.clip import global_norm
+from ampfast.clip.torch_functions import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from ampfast.distributed import LocalShards, Ranks
 
 __all__ = [
@@ -79,7 +80,7 @@ def grad_norm(
         ValueError: If `norm_type` is not above 0.
         RuntimeError: As `unscale_`.
     """
-    order = clipping.order_of(norm_type)
+    order = global_norm.order_of(norm_type)
     if inv_scale is not None:
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
@@ -172,7 +173,7 @@ def _update_scale_op(
         current_scale, growth_tracker, [found_inf], growth_factor, backoff_factor, growth_interval
     )
     if not backends.choose().kernels_for(current_scale.device).update(update):
-        torch_ops.update(update)
+        aten.update(update)
 
 
 for _op in (_unscale_op, _check_op, _update_scale_op):
@@ -191,9 +192,9 @@ def _grad_norm(
     listed, agreement = gradients.of_list(local, device), shards.agreement()
     listed.shards = shards
     how = Factor.NONE if inv_scale is None else Factor.TIMES
-    term = clipping.NormTerm(grads, listed, (how, inv_scale), writes=False)
+    term = global_norm.NormTerm(grads, listed, (how, inv_scale), writes=False)
     choice = backends.choose()
-    return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
+    return global_norm.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
 def _run(op: Any, work: Pass, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:

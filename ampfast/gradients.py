@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ampfast import backends
-from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
+from ampfast.backends import TORCH_OPS, Choice, Kernels, aten, core
+from ampfast.backends.aten import TensorList
 from ampfast.backends.core import Factor, Pass, Track
 from ampfast.backends.scalars import allocate, copies_of, inverse, largest, moved, new_flag, widest
-from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards, Ranks
 from ampfast.errors import add_note
-from ampfast.turn import TorchGradScaler
 
 Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
@@ -123,7 +123,7 @@ class Gradients:
         if work.coefficient is None:
             # First gradients that torch may refuse, before any other is written.
             for aside in self.for_torch():
-                torch_ops.require_unscalable(aside)
+                aten.require_unscalable(aside)
         if before_write is not None and self.lists:
             before_write()
 
@@ -197,7 +197,7 @@ def collect(
         # A GPU without kernels.
         regular, irregular, _ = walk(choice.devices & core.CPU, False)
         lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
-    aside = torch_ops.lists_of(irregular, partial(_values_of, coalesce=clips))
+    aside = aten.lists_of(irregular, partial(_values_of, coalesce=clips))
     by_torch = [(TORCH_OPS, each) for each in aside]
     return Gradients([*by_torch, *lists], groups, shards, casts=casts)
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from typing_extensions import Protocol, deprecated
 
-from ampfast import clip_grad, grad_scaler, loop_checks
+from ampfast.clip import torch_functions
+from ampfast.scaler import grad_scaler, loop_checks
 
 # torch's modules with a scaler class.
 _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "cpu.amp")]
@@ -124,13 +125,13 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             _replace(_swap, stand_ins)
             for torchs in stand_ins:
                 copyreg.dispatch_table.setdefault(torchs, _reduce_torch_scaler)
-        if clip_grad_norm and clip_grad.stand_in_clip_grad_norm_ not in _swap.torchs:
-            theirs = {name: getattr(clip_grad, f"torch_{name}") for name in _CLIP_NAMES}
-            ours = (getattr(clip_grad, f"stand_in_{name}") for name in _CLIP_NAMES)
+        if clip_grad_norm and torch_functions.stand_in_clip_grad_norm_ not in _swap.torchs:
+            theirs = {name: getattr(torch_functions, f"torch_{name}") for name in _CLIP_NAMES}
+            ours = (getattr(torch_functions, f"stand_in_{name}") for name in _CLIP_NAMES)
             _replace(_swap, dict(zip(theirs.values(), ours, strict=True)))
             for name, torchs in theirs.items():
                 # Where pickle finds it, whose own name is the stand-in's while patched.
-                torchs.__module__, torchs.__qualname__ = clip_grad.__name__, f"torch_{name}"
+                torchs.__module__, torchs.__qualname__ = torch_functions.__name__, f"torch_{name}"
             loop_checks.start(grad_scaler.GradScaler)
         return Patch(_swap, began, clip_grad_norm)
 
@@ -201,7 +202,9 @@ def _stand_in(module: str) -> Any:
     if kind in ("cuda", "cpu"):
         made: Any = _deprecated(torch_class, kind)
     else:
-        ours = importlib.import_module("ampfast.fsdp") if kind == "distributed" else grad_scaler
+        ours = (
+            importlib.import_module("ampfast.scaler.fsdp") if kind == "distributed" else grad_scaler
+        )
         made = _StandIn(name, (getattr(ours, name),), {})
     # Pickle finds it by `_reduce_stand_in`; checkpoints, and torch's safe globals, by torch's name.
     made.__module__, made.__qualname__, made._stands_for = module, name, torch_class

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from support.launchers import VARIABLE, ReferenceLauncher, compiled, patch_once_a_launch
 
 import ampfast
-from ampfast import _C, backends, info
+from ampfast import _C, backends
 from ampfast.backends.gpu import DeviceKernels
+from ampfast.cli import info
 
 # Cases that torch may still get wrong, by difference.
 _verdicts: dict[str, list[bool]] = {}

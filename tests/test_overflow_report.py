@@ -16,7 +16,7 @@ from support.gradients import parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler
-from ampfast.tracking import OverflowReport
+from ampfast.diagnose.overflow_report import OverflowReport
 
 INF, NAN = math.inf, math.nan
 NONE = OverflowReport(None, (), ())

@@ -28,9 +28,9 @@ from support.models import (
 from support.steps import Training, adamw, through_file
 
 from ampfast import GradScaler
-from ampfast.backends import cpu, torch_ops
+from ampfast.backends import aten, cpu
 from ampfast.backends.core import SPIKE_BOUND
-from ampfast.loss_scale import LossScale
+from ampfast.scaler.loss_scale import LossScale
 
 
 def training(fused: bool = False, **arguments: Any) -> Training:
@@ -50,7 +50,7 @@ def test_random_steps(backend: str, limits: str, start: float) -> None:
     for flag, norm in random_steps(1100, seed=len(limits), spikes=True):
         found = SPIKE_BOUND if flag == 1 and model.steps % 2 else flag
         update = update_of(kept, scale, tracker, found, norm)
-        assert (cpu if backend == "cpu" else torch_ops).update(update)
+        assert (cpu if backend == "cpu" else aten).update(update)
         model.update(found, norm)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if model.steps % 17 == 16:

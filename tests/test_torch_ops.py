@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampfast import GradScaler, Percentile, Sigmas, StepGuard, ZScore, functional
-from ampfast.backends import core, scalars, torch_ops
+from ampfast.backends import aten, core, scalars
 from ampfast.backends.core import Update, compiled, state_layout
-from ampfast.loss_scale import Limits, LossScale
+from ampfast.scaler.loss_scale import Limits, LossScale
 
 SIZES = (10, 62, 160)
 MOST_MORE = 8
@@ -42,7 +42,7 @@ class Count(TorchDispatchMode):
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU, or it in place of a device that the host neither reads nor computes for."""
     if request.param == "elsewhere":
-        monkeypatch.setattr(torch_ops, "_is_on_host", lambda tensor: False)
+        monkeypatch.setattr(aten, "_is_on_host", lambda tensor: False)
     return str(request.param)
 
 
@@ -129,7 +129,7 @@ RULES: dict[str, Limits] = {
 def test_updates_are_those_of_the_core(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, has_norm: bool
 ) -> None:
-    monkeypatch.setattr(torch_ops, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(aten, "_is_on_host", lambda tensor: False)
     random = torch.Generator().manual_seed(1)
 
     def state() -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ def test_updates_are_those_of_the_core(
         for (scale, tracker, words), is_ours in ((ours, True), (theirs, False)):
             seen = torch.tensor(norm) if has_norm else None
             fields = Update(scale, tracker, [torch.tensor(flag)], 2.0, 0.5, interval, words, seen)
-            assert torch_ops.update(fields, limits, True) if is_ours else compiled.update(fields)
+            assert aten.update(fields, limits, True) if is_ours else compiled.update(fields)
         assert_same(ours[:2], theirs[:2])
         for *_, words in (ours, theirs):
             words[state_layout.BEFORE : state_layout.MIN_SCALE] = 0

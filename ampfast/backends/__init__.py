@@ -17,10 +17,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ampfast.backends import core, scalars, torch_ops
+from ampfast.backends import aten, core, scalars
 from ampfast.backends.core import Clip, Factor, Pass, compiled
+from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.capture import refuse_capture
 from ampfast.errors import require_one_of
 
 __all__ = [
@@ -101,7 +101,7 @@ class Kernels(Protocol):
 
 
 # The kernels of every device, and of CPUs; the compiled core has its own for CPUs.
-TORCH_OPS = cast(Kernels, torch_ops)
+TORCH_OPS = cast(Kernels, aten)
 cpu = cast(Kernels, compiled)
 # The kernels of each backend that was asked for.
 _kernels: dict[str, Kernels] = {"aten": TORCH_OPS, "cpu": cpu}

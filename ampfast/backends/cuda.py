@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ampfast.backends.core import compiled
-from ampfast.capture import is_stream_capturing as is_capturing
+from ampfast.backends.cuda_graphs import is_stream_capturing as is_capturing
 
 # As in _C.pyi.
 __all__ = ["is_capturing"]

@@ -11,7 +11,7 @@ from simulated import AS_ON_GPU, CPU, ON_CPU, SMALL
 
 import ampfast
 from ampfast import distributed
-from ampfast.find_nonfinite import NonFiniteFinder
+from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from benchmarks import loops, nets, steps, timing, training
 from benchmarks.cases import GradCase
 from benchmarks.loops import FEATURES, GROUP, SCHEDULED, WITHOUT_SCHEDULE, Kind, Loop

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from support.processes import python_in
 
-from ampfast import compare
 from ampfast.__main__ import main
+from ampfast.cli import compare
 
 SETUP = """
 import sys, torch

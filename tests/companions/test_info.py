@@ -9,7 +9,8 @@ import torch
 
 import ampfast
 from ampfast import __main__ as command_line
-from ampfast import backends, info
+from ampfast import backends
+from ampfast.cli import info
 
 KINDS = {
     "schema": int,

@@ -705,7 +705,7 @@ def test_refusals_change_nothing(
     make: Callable[[], Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = make()
-    monkeypatch.setattr("ampfast.capture.is_capturing", lambda: "capture" in text)
+    monkeypatch.setattr("ampfast.backends.cuda_graphs.is_capturing", lambda: "capture" in text)
     kind, before = type(optimizer), dict(vars(optimizer))
     state = list(getattr(optimizer, "state", ()))
     with pytest.raises(error, match=text):

@@ -18,10 +18,11 @@ from support.processes import python_in
 from support.steps import Training
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ampfast import GradScaler, step_log, watch
+from ampfast import GradScaler
 from ampfast.__main__ import main
-from ampfast.step_log import StepLog
-from ampfast.watch import Record
+from ampfast.cli import jsonl_log, scaler_clock
+from ampfast.cli.jsonl_log import StepLog
+from ampfast.cli.scaler_clock import Record
 
 TRAIN = """
 import torch
@@ -178,19 +179,19 @@ def test_a_run_that_is_ended_cleans_up(python: Call, tmp_path: Path) -> None:
 
 def test_checksums() -> None:
     value = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
-    expected = int(watch.checksum(value))
+    expected = int(scaler_clock.checksum(value))
     for place in (0, 2**20 - 1, 2**20, 2_999_999):
         other = value.clone()
         other[place] = torch.nextafter(other[place], torch.tensor(9.0))
-        assert int(watch.checksum(other)) != expected
+        assert int(scaler_clock.checksum(other)) != expected
     few = [torch.tensor(row) for row in ([0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0, 0.0])]
     few += [row.to(kind) for row in few for kind in (torch.float16, torch.float64)]
     turned = torch.ones(2, dtype=torch.complex64) * 1j
     few += [turned / 1j, turned, turned.conj()]
-    assert len({int(watch.checksum(row)) for row in few}) == len(few)
+    assert len({int(scaler_clock.checksum(row)) for row in few}) == len(few)
     nans = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
-    assert watch.checksum(nans[:1]) == watch.checksum(nans[1:])
-    assert watch.checksum(torch.eye(2).to_sparse()) == watch.checksum(torch.eye(2))
+    assert scaler_clock.checksum(nans[:1]) == scaler_clock.checksum(nans[1:])
+    assert scaler_clock.checksum(torch.eye(2).to_sparse()) == scaler_clock.checksum(torch.eye(2))
 
 
 def test_reads_of_the_host_are_counted() -> None:
@@ -198,7 +199,7 @@ def test_reads_of_the_host_are_counted() -> None:
     inside = SimpleNamespace(record=record)
     with FakeTensorMode():
         flag = torch.zeros((), device="cuda")
-        with watch._Reads(inside):
+        with scaler_clock._Reads(inside):
             for current in (record, None):
                 inside.record = current
                 with pytest.raises(DataDependentOutputException):
@@ -258,7 +259,7 @@ def test_steps_are_written_before_the_history_forgets_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(step_log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(jsonl_log.time, "monotonic", lambda: now[0])
     path = tmp_path / "log.jsonl"
     log, scaler = StepLog(str(path)), GradScaler("cpu")
     training, found = Training(scaler), []

@@ -15,7 +15,7 @@ from support.launchers import ReferenceLauncher
 from support.optimizers import OPTIMIZERS
 
 from ampfast import backends
-from ampfast.backends import torch_ops
+from ampfast.backends import aten
 from ampfast.backends.gpu import DeviceKernels
 
 BACKENDS = ("triton", "cuda")
@@ -44,7 +44,7 @@ def kernels_of(backend: str, device: torch.device) -> Any:
     if REHEARSES:
         return DeviceKernels(ReferenceLauncher())
     kernels = backends.choose(backend).kernels_for(device)
-    assert kernels is not torch_ops
+    assert kernels is not aten
     return kernels
 
 

@@ -20,7 +20,7 @@ from support.comparison import difference, started
 from support.gradients import make_gradient
 
 from ampfast import GradScaler
-from ampfast.grad_scaler import OptState
+from ampfast.scaler.grad_scaler import OptState
 
 NEW: dict[str, Any] = {"stage": OptState.READY}
 SKIPS = "UNSCALED, with a flag"

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ampfast
-from ampfast import GradScaler, loop_checks
+from ampfast import GradScaler
+from ampfast.scaler import loop_checks
 
 
 class Loop:

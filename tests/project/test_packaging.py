@@ -147,7 +147,7 @@ def test_a_wheel_of_cores(sources, tmp_path):
         names = archive.namelist()
         info = archive.read(f"ampfast-{ampfast.__version__}.dist-info/METADATA").decode()
     assert [name for name in names if name.endswith(".so")] == cores
-    assert {"ampfast/grad_scaler.py", "ampfast/kernels.fatbin"} < {*names}
+    assert {"ampfast/scaler/grad_scaler.py", "ampfast/kernels.fatbin"} < {*names}
     required = Parser().parsestr(info).get_all("Requires-Dist")
     (torch,) = [line for line in required if "extra ==" not in line]
     assert set(torch.removeprefix("torch").split(",")) == {">=2.11", "<2.14", "!=2.12.*"}

@@ -18,8 +18,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampfast import GradScaler, backends, capture, grad_scaler, gradients, max_skips, spikes
+from ampfast import GradScaler, backends, gradients
+from ampfast.backends import cuda_graphs
 from ampfast.backends.gpu import DeviceKernels
+from ampfast.clip import spikes
+from ampfast.scaler import grad_scaler, max_skips
 from support.comparison import TorchScaler, assert_same
 
 SHAPE = (37, 129)
@@ -244,7 +247,7 @@ class _Kernels(DeviceKernels):
 
     def _unobserved(self, call: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
         def over(*args: Any) -> Any:
-            if not capture.is_active:
+            if not cuda_graphs.is_active:
                 return call(*args)
             with _disable_current_modes():
                 return _as(OnGpu, call(*_as(torch.Tensor, args)))
@@ -286,10 +289,10 @@ class Capturing:
         graph = self.graph
         kernels = _Kernels(launcher, graph)
         monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
-        for module in (capture, grad_scaler, max_skips, spikes):
+        for module in (cuda_graphs, grad_scaler, max_skips, spikes):
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-        monkeypatch.setattr(capture, "_current_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cpu"))
         collect = gradients.collect
 
         def unobserved(*args: Any, **kwargs: Any) -> Any:

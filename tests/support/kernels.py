@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ampfast import _C, functional, master_weights
+from ampfast import _C, functional
 from ampfast.backends import core, cpu
 from ampfast.backends.core import Clip, Factor, GradList, Pass, Track
+from ampfast.optim import master_weights
 from support.comparison import BITS, FLOATS, assert_same
 
 CPU_KERNELS = cpu

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import _C, grad_scaler, passes
-from ampfast.backends import cpu, torch_ops
+from ampfast import _C
+from ampfast.backends import aten, cpu
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
+from ampfast.scaler import grad_scaler, passes
 
 _INFINITE = 0x7FF0000000000000
 
@@ -75,10 +76,10 @@ class ReferenceLauncher:
                 squares = exact.double().square().sum()
                 self._squares += squares.item()
                 if work.marks is not None:
-                    torch_ops.squares_in(work.marks)[number] += squares
+                    aten.squares_in(work.marks)[number] += squares
             if work.marks is not None:
                 peak = torch.linalg.vector_norm(used.reshape(-1), torch.inf)
-                torch_ops.mark_(work.marks, work.now, [number], peak.reshape(1))
+                aten.mark_(work.marks, work.now, [number], peak.reshape(1))
             if work.write:
                 written = used
                 if work.coefficient is not None:

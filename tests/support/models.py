@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ampfast import GradScaler, Sigmas
+from ampfast.backends.aten import squares_in
 from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Track, Update, norm_layout
 from ampfast.backends.core import state_layout as layout
-from ampfast.backends.torch_ops import squares_in
-from ampfast.loss_scale import Limits, LossScale
+from ampfast.scaler.loss_scale import Limits, LossScale
 from support.comparison import BITS, FLOATS, assert_same, started
 from support.kernels import flag, grads_of, run_check, storage
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampfast.fused_trial import fault_of
+from ampfast.optim.fused_support import fault_of
 from support.gradients import make_gradient
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

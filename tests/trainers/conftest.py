@@ -14,7 +14,7 @@ from runs import EXAMPLES
 from support.steps import host_reads
 
 import ampfast
-from ampfast import grad_scaler
+from ampfast.scaler import grad_scaler
 
 
 def _import_torchvision() -> None:

@@ -15,8 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from variants import TARGETS, clip_of, kernels, launch, table_of
 
-from ampfast import _C, capture
-from ampfast.backends import core
+from ampfast import _C
+from ampfast.backends import core, cuda_graphs
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
 
@@ -176,7 +176,7 @@ def test_a_dtype_that_appears_later_fails_before_the_first_write(
         if why == "no compiler":
             patch.setattr(JITFunction, "_do_compile", broken)
         else:
-            patch.setattr(capture, "is_capturing", lambda: True)
+            patch.setattr(cuda_graphs, "is_capturing", lambda: True)
         unscale(plain)
         for grads in ((wide,), (plain, wide)):
             before = len(recording.launches)

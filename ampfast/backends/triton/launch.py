@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampfast import capture
-from ampfast.backends import core
+from ampfast.backends import core, cuda_graphs
 from ampfast.backends.core import Clip, DeviceTable, Segment, norm_layout
 from ampfast.backends.triton import kernels
 
@@ -66,7 +65,7 @@ def _interpreter() -> Iterator[None]:
 
 
 # Whether the current stream is being captured into a CUDA graph.
-is_capturing = bool if INTERPRETED else capture.is_stream_capturing
+is_capturing = bool if INTERPRETED else cuda_graphs.is_stream_capturing
 
 # As in _C.pyi: the core makes the arguments, and looks in `_launched`. `prepare` compiles the
 # kernel of a launch, and refuses captures of uncompiled ones.
@@ -149,7 +148,7 @@ def _first(
 
     Without chunks nothing is launched, but the kernel is compiled.
     """
-    capture.refuse_capture("this", f"its kernel is not compiled yet; {capture.WARM_UP}")
+    cuda_graphs.refuse_capture("this", f"its kernel is not compiled yet; {cuda_graphs.WARM_UP}")
     function, options = getattr(kernels, name), _OPTIONS[name](device, *switches)
     compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **options)
     if not chunks:

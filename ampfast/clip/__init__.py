@@ -1,0 +1,1 @@
+"""Norms of gradients, and what is decided by them."""

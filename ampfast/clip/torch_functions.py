@@ -1,0 +1,254 @@
+"""`torch.nn.utils.clip_grad_norm_` and its parts, by ampfast's kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from types import FunctionType, GeneratorType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast import backends
+from ampfast.backends import TORCH_OPS, Kernels, core
+from ampfast.backends.core import Clip, Factor, Pass
+from ampfast.backends.cuda_graphs import is_capturing
+from ampfast.backends.scalars import allocate, moved, widest
+from ampfast.clip.global_norm import FUSED_ORDERS
+from ampfast.errors import warn_caller
+
+# Before patch() gives the names to the functions of this module.
+torch_clip_grad_norm_: Any = torch.nn.utils.clip_grad_norm_
+torch_get_total_norm: Any = torch.nn.utils.get_total_norm
+torch_clip_grads_with_norm_: Any = torch.nn.utils.clip_grads_with_norm_
+
+# Called with the parameters and the limit of a clip, while the loops of scalers are checked.
+on_clip: Callable[[list[Tensor], Any], None] | None = None
+
+_READS = Pass(False, Factor.NONE)
+_WIDE = torch.float32, torch.float64
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Multiplies gradients in place by min(1, max_norm / (norm + 1e-6)); no host sync.
+
+    `torch.nn.utils.clip_grad_norm_` in two reads and one write; where the coefficient is 1, in one
+    read.
+
+    torch's function itself takes gradients on several devices, sparse or overlapping ones,
+    DTensors, other subclasses and other orders, and compiled code.
+
+    Args:
+        parameters: A tensor or an iterable of them; those without gradient are left out.
+        max_norm: Limit of the norm; infinity leaves the gradients.
+        norm_type: Order of the norm; the kernels know 2 and infinity.
+        error_if_nonfinite: Whether to raise if the norm is inf or NaN, with a host sync.
+        foreach: As for torch's function; the kernels need no choice.
+
+    Returns:
+        The norm before clipping: a new 0-dim tensor of the dtype to which the gradients' dtypes
+        promote, on their device. On GPUs squares are summed as by `GradScaler.clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: If the norm is not finite and `error_if_nonfinite` is set; else as torch's.
+
+    Source: torch.nn.utils.clip_grad_norm_, whose coefficient is here computed in float64.
+    """
+    if torch.compiler.is_compiling():
+        norm: Tensor = torch_clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        return norm
+    listed = _listed(parameters)
+    if not listed and isinstance(parameters, GeneratorType):
+        warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
+    first, given = _first_grad(listed), _numbers(norm_type, max_norm)
+    clipped = None
+    if first is not None and given is not None:
+        try:
+            clipped = _clipped(listed, first, *given, error_if_nonfinite)
+        except RuntimeError:
+            if error_if_nonfinite or not is_capturing():
+                raise
+    if clipped is None:
+        clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+    if on_clip is not None:
+        on_clip(listed, max_norm)
+    return clipped
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the norm of tensors, as of one vector; they are only read; no host sync.
+
+    `torch.nn.utils.get_total_norm`, which takes what the kernels do not.
+
+    Args:
+        tensors: A tensor or an iterable of them.
+        norm_type: As for `clip_grad_norm_`.
+        error_if_nonfinite: As for `clip_grad_norm_`.
+        foreach: As for `clip_grad_norm_`.
+        dtype: dtype of the norm, to which torch's function converts the tensors first; of None,
+            the one to which the tensors' dtypes promote.
+
+    Returns:
+        As `clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: As `clip_grad_norm_`.
+    """
+    listed, given = _listed(tensors), _numbers(norm_type)
+    if not torch.compiler.is_compiling():
+        kernels = _kernels_for(listed[0] if listed else None)
+        if given is not None and kernels is not None and not _refuses(listed, given[0]):
+            grads = core.list_of(listed, listed[0].device)
+            if grads is not None:
+                clip = _clip_of(kernels, grads, *given, dtype is torch.float64)
+                kernels.clip(clip)
+                norm = clip.norm.to(dtype or grads.dtype)
+                if error_if_nonfinite:
+                    torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
+                return norm
+    if dtype is not None:
+        complex_dtype = torch.promote_types(dtype, torch.complex32)
+        listed = [t.to(complex_dtype if t.is_complex() else dtype) for t in listed]
+    by_torch: Tensor = torch_get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
+    return by_torch if dtype is None else by_torch.to(dtype)
+
+
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Multiplies gradients in place by min(1, max_norm / (total_norm + 1e-6)); no host sync.
+
+    `torch.nn.utils.clip_grads_with_norm_`, which takes what the kernels do not. Where the
+    coefficient is 1, nothing is read or written.
+
+    Args:
+        parameters: As for `clip_grad_norm_`.
+        max_norm: As for `clip_grad_norm_`.
+        total_norm: 0-dim, the norm of the gradients.
+        foreach: As for `clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: As torch's.
+    """
+    if torch.compiler.is_compiling():
+        torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        return
+    listed = _listed(parameters)
+    given, kernels = _numbers(2.0, max_norm), _kernels_for(_first_grad(listed))
+    is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
+    is_plain = is_plain and total_norm.is_floating_point() and not core.share_memory([listed])
+    grads = _grads_of(listed) if kernels and given and is_plain else None
+    if kernels is None or given is None or grads is None:
+        torch_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
+    else:
+        norm = moved(total_norm.detach(), grads.device).to(widest(grads.device))
+        clip = Clip(norm.repeat(1, 2), given[1], True, torch.empty_like(norm))
+        kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
+    if on_clip is not None:
+        on_clip(listed, max_norm)
+
+
+def _stand_in(ours: Any) -> Any:
+    """The same for torch's name: `unpatch()` must tell that from a name for ampfast's own."""
+    made: Any = FunctionType(ours.__code__, globals(), ours.__name__, ours.__defaults__)
+    made.__kwdefaults__ = ours.__kwdefaults__
+    functools.update_wrapper(made, ours)
+    made.__qualname__ = f"stand_in_{ours.__name__}"  # where pickle finds it
+    return made
+
+
+stand_in_clip_grad_norm_ = _stand_in(clip_grad_norm_)
+stand_in_get_total_norm = _stand_in(get_total_norm)
+stand_in_clip_grads_with_norm_ = _stand_in(clip_grads_with_norm_)
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _first_grad(params: list[Tensor]) -> Tensor | None:
+    return next((param.grad for param in params if param.grad is not None), None)
+
+
+def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | None:
+    """Order and limit, if the kernels know them; torch raises for others, in its order."""
+    try:
+        order, limit = float(norm_type), float(max_norm)
+    except Exception:  # whatever a value raises
+        return None
+    return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
+
+
+def _kernels_for(grad: Tensor | None) -> Kernels | None:
+    kernels = TORCH_OPS if grad is None else backends.choose().kernels_for(grad.device)
+    return None if kernels is TORCH_OPS else kernels
+
+
+def _refuses(grads: Iterable[Tensor | None], order: float) -> bool:
+    """Whether the kernels lack a norm: the largest of no values, or of complex ones."""
+    given = (grad for grad in grads if grad is not None) if order == math.inf else ()
+    return any(grad.numel() == 0 or grad.is_complex() for grad in given)
+
+
+def _grads_of(params: list[Tensor]) -> core.GradList | None:
+    """The gradients of parameters, about to be written; None if one is for torch's function."""
+    groups, devices = [{"params": params}], backends.choose().devices
+    lists, irregular, refused = core.walk(groups, True, True, devices, True, None, None)
+    return lists[0] if len(lists) == 1 and not irregular and refused is None else None
+
+
+def _clipped(
+    params: list[Tensor], first: Tensor, order: float, limit: float, raises: bool
+) -> Tensor | None:
+    """Norm of gradients, which are clipped; None, with nothing written, for torch's function."""
+    kernels, largest = _kernels_for(first), order == math.inf
+    if kernels is None or _refuses((param.grad for param in params), order):
+        return None
+    if not raises and first.dtype in _WIDE:
+        optimizer = SimpleNamespace(param_groups=[{"params": params}])
+        clip = core.clip_to(limit, largest)
+        norm = kernels.clip_over(optimizer, {}, None, _READS, True, first, clip)
+        if norm is not None:
+            return norm
+    grads = None if core.share_memory([params]) else _grads_of(params)
+    if grads is None:
+        return None
+    clip = _clip_of(kernels, grads, order, limit)
+    if raises or limit == math.inf:
+        kernels.clip(clip)
+    if raises:
+        torch_get_total_norm([clip.norm.to(grads.dtype)], order, error_if_nonfinite=True)
+    if limit != math.inf:
+        kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
+    return clip.norm.to(grads.dtype)
+
+
+def _clip_of(
+    kernels: Kernels, grads: core.GradList, order: float, limit: float, is_wide: bool = False
+) -> Clip:
+    """A clipping of gradients, which are measured; its norm is float64 if one is, or on request."""
+    sums = allocate(torch.empty, 2, dtype=torch.float64, device=grads.device)
+    kernels.run(grads, _READS._replace(sums=sums))
+    dtype = _WIDE[grads.has_float64 or is_wide]
+    norm = allocate(torch.empty, (), dtype=dtype, device=grads.device)
+    return Clip(sums.unsqueeze(0), limit, order == math.inf, norm)

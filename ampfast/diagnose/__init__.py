@@ -1,0 +1,1 @@
+"""Where gradients or outputs went wrong, by parameter and by module."""

@@ -1,0 +1,428 @@
+"""Per-parameter tracking of overflows, and the report on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import chain, islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from ampfast.backends import aten, scalars
+from ampfast.backends.core import MARK_WORDS, Pass, Track, drop_unheld, has_parameters
+from ampfast.backends.cuda_graphs import refuse_capture
+from ampfast.diagnose.find_nonfinite import ModuleFault
+from ampfast.diagnose.grad_norms import NormHistory, NormReport, ParameterNorms
+from ampfast.diagnose.text_table import table
+from ampfast.optim.fused_support import ByOptimizer
+
+# Where all parameters overflowed.
+_EVERYWHERE = (
+    "These are all trainable parameters of {}: the loss or a forward activation was not finite, or "
+    "the loss times the scale was not. track='modules' names the layer: see "
+    '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
+)
+
+# Deleted optimizers that are still in reports.
+_MOST_DELETED = 64
+
+# Parameters by group.
+Groups = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class ParameterOverflows:
+    """Overflows of one parameter's gradient: steps in which a value that is used was inf or NaN.
+
+    Attributes:
+        name: Name from `name_parameters`, else "group 0, parameter 3".
+        optimizer: Index of the optimizer among the tracked ones.
+        optimizer_type: Class name of the optimizer.
+        group: Index of the parameter group.
+        index: Index of the parameter in its group.
+        kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
+        step: Step of the last overflow, as the number of updates completed before it.
+        infinities: Number of steps with infinities and no NaN.
+        nans: Number of steps with a NaN.
+    """
+
+    name: str
+    optimizer: int
+    optimizer_type: str
+    group: int
+    index: int
+    kind: Literal["inf", "nan"]
+    step: int
+    infinities: int
+    nans: int
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """Parameters whose gradients overflowed, and with that the reason for skipped steps.
+
+    Attributes:
+        step: Last step with an overflow, as the number of updates completed before it; None if
+            there was none.
+        parameters: The parameters that overflowed in that step.
+        totals: All parameters that ever overflowed.
+        is_everywhere: Whether these are all trainable parameters, two or more, of the optimizers
+            that overflowed in that step: their common cause is the loss or an activation.
+        module: With `track="modules"`, the first module whose values were not finite in the passes
+            with gradients of that step.
+    """
+
+    step: int | None
+    parameters: tuple[ParameterOverflows, ...]
+    totals: tuple[ParameterOverflows, ...]
+    is_everywhere: bool = False
+    module: ModuleFault | None = None
+
+    @classmethod
+    def of(cls, totals: Iterable[ParameterOverflows]) -> OverflowReport:
+        """Returns the report on the overflows of all parameters.
+
+        Args:
+            totals: One row for each parameter that ever overflowed.
+        """
+        rows = tuple(totals)
+        step = max((row.step for row in rows), default=None)
+        return cls(step, tuple(row for row in rows if row.step == step), rows)
+
+    @classmethod
+    def of_all(cls, reports: Sequence[OverflowReport]) -> OverflowReport:
+        """Returns the joint report of several ranks, with parameters matched by name and place.
+
+        Args:
+            reports: One report from each rank.
+        """
+        rows: dict[tuple[Any, ...], ParameterOverflows] = {}
+        for row in chain.from_iterable(report.totals for report in reports):
+            location = astuple(row)[:5]
+            known = rows.setdefault(location, row)
+            rows[location] = replace(
+                max(known, row, key=lambda each: (each.step, each.kind == "nan")),
+                infinities=max(known.infinities, row.infinities),
+                nans=max(known.nans, row.nans),
+            )
+        joint = cls.of(rows.values())
+        everywhere = all(each.is_everywhere and each.step == joint.step for each in reports)
+        found = (each.module for each in reports if each.step == joint.step)
+        module = next((each for each in found if each is not None), None)
+        return replace(joint, is_everywhere=everywhere, module=module)
+
+    def __str__(self) -> str:
+        first = "" if self.module is None else f"{self.module}\n"
+        if self.step is None:
+            return f"{first}No infinite or NaN gradients so far."
+        count = len(self.parameters)
+        what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
+        lines = [
+            f"{first}In step {self.step}, {what} not finite.",
+            *table(_OVERFLOWS, self.parameters),
+        ]
+        if self.is_everywhere:
+            is_one = len({row.optimizer for row in self.parameters}) == 1
+            whose = "their optimizer" if is_one else "their optimizers"
+            lines.insert(1, _EVERYWHERE.format(whose))
+        earlier = [row for row in self.totals if row.step != self.step]
+        if earlier:
+            earlier.sort(key=lambda row: -row.infinities - row.nans)
+            lines += ["", "In earlier steps only:", *table(_OVERFLOWS, earlier)]
+        return "\n".join(lines)
+
+
+class Tracking:
+    """Tables of a scaler with a row for each parameter of its optimizers.
+
+    Args:
+        names: Names of parameters.
+        measures: Whether norms are kept by parameter, too.
+    """
+
+    def __init__(self, names: Names, measures: bool = False) -> None:
+        self.is_empty = True  # before the first pass
+        self._names, self._measures = names, measures
+        self._records: ByOptimizer[_Record] = ByOptimizer()
+        # In the order of the optimizers' first passes.
+        self._histories: list[_History] = []
+
+    def start(
+        self, optimizer: Any, groups: Groups, steps: Tensor
+    ) -> Callable[[torch.device], Track]:
+        """Returns a function that makes the tables of a pass over gradients on a device.
+
+        `groups` are the parameters as the pass read them; the first of `steps` is the number of
+        completed updates.
+        """
+        self.is_empty = False
+        record = self._records.get(optimizer)
+        listed = [{"params": group} for group in groups]
+        if record is None or not has_parameters(listed, record.groups):
+            last, record = record, _Record(groups, type(optimizer).__name__)
+            if last is None:
+                deleted = [each for each in self._histories if each.record() is None]
+                for each in deleted[:-_MOST_DELETED]:
+                    self._histories.remove(each)
+                self._histories.append(record.history)
+            else:
+                refuse_capture("a change of an optimizer's parameters")
+                record.take_marks(last)
+                self._histories[self._histories.index(last.history)] = record.history
+            self._records.record(optimizer, record)
+            record.history.look(self._names.known())
+        if self._measures:
+            record.reset_squares()
+        return lambda device: Track(
+            record.history.marks_on(device), scalars.moved(steps[:1], device)
+        )
+
+    def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
+        """Returns a pass over plain gradients that marks overflows, without a walk in Python.
+
+        None if the gradients must be sorted first: for parameters without table, and for
+        parameters of other groups than last.
+        """
+        record = self._records.get(optimizer)
+        if (
+            record is None
+            or steps is None
+            or steps.device not in record.history.marks
+            or not has_parameters(optimizer.param_groups, record.groups)
+        ):
+            return None
+        if self._measures:
+            record.reset_squares()
+        return Pass(*work[:7], record.history.marks[steps.device], steps, *work[9:])
+
+    def record_norms(self, optimizer: Any) -> None:
+        """Keeps the norms of a pass over an optimizer's gradients that has summed squares."""
+        record = self._records.get(optimizer)
+        if record is not None and record.history.marks:
+            marks = record.history.marks
+            if record.norms is None:
+                refuse_capture("the creation of norms by parameter")
+                record.norms = NormHistory(len(record.params), next(iter(marks)))
+            record.norms.append([aten.squares_in(each) for each in marks.values()])
+
+    def norm_report(self) -> NormReport:
+        """Norms of living optimizers' parameters; one host sync."""
+        self._look()
+        found = [(r, r.norms.summary()) for _, r in self._records if r.norms is not None]
+        on_host = _rows_on_host([summary for _, summary in found])
+        return NormReport(
+            tuple(
+                ParameterNorms(*place, *next(on_host))
+                for record, _ in found
+                for place in record.history.places(self._histories.index(record.history))
+            )
+        )
+
+    def overflow_report(self) -> OverflowReport:
+        """Overflows of all optimizers' parameters; one host sync."""
+        self._look()
+        on_host = _rows_on_host([t for each in self._histories for t in each.marks.values()])
+        totals: list[ParameterOverflows] = []
+        for number, each in enumerate(self._histories):
+            read = [list(islice(on_host, len(table))) for table in each.marks.values()]
+            for place, *rows in zip(each.places(number), *read, strict=True):
+                totals += _overflows(place, rows)
+        report = OverflowReport.of(totals)
+        hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
+        trainable = {
+            (number, *place)
+            for number in {row.optimizer for row in report.parameters}
+            for place in self._histories[number].trainable
+        }
+        return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
+
+    def _look(self) -> None:
+        """Looks up the names of living optimizers' parameters; raises if none has one."""
+        known = self._names.of([param for _, record in self._records for param in record.params])
+        for _, record in self._records:
+            record.history.look(known)
+
+
+def _rows_on_host(tables: Sequence[Tensor]) -> Iterator[list[Any]]:
+    """The rows of tables on any devices, one after another, with one host sync."""
+    device = next((each.device for each in tables if not each.is_cpu), None)
+    here = [each if device is None else scalars.moved(each, device) for each in tables]
+    return iter(torch.cat(here).tolist() if here else [])
+
+
+def _overflows(
+    place: tuple[str, int, str, int, int], rows: list[list[int]]
+) -> list[ParameterOverflows]:
+    """The overflows of a parameter, by its row on each device, if there were any."""
+    last, last_nan, *_ = map(max, zip(*rows, strict=True))
+    _, _, times, nans, _ = map(sum, zip(*rows, strict=True))
+    kind: Any = "nan" if last_nan == last else "inf"
+    return [ParameterOverflows(*place, kind, last - 1, times - nans, nans)] if last else []
+
+
+class Names:
+    """Names of parameters, for reports.
+
+    There are no weak references to the parameters, which torch then could not convert:
+    `torch.utils.swap_tensors` refuses.
+    """
+
+    def __init__(self) -> None:
+        # By the module that has the parameter, and its name there.
+        self._of_modules: dict[tuple[weakref.ref[torch.nn.Module], str], str] = {}
+        # Names of parameters without a known module.
+        self._given: dict[Tensor, str] = {}
+        # The names themselves die with their parameters.
+        self._were_given = False
+
+    def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
+        """Names the parameters of pairs, which are `model`'s if it is a module."""
+        self._were_given |= bool(pairs)
+        modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+        places = {
+            id(param): (weakref.ref(module), key)
+            for module in modules
+            for key, param in module._parameters.items()
+        }
+        kept = {place: name for place, name in self._of_modules.items() if place[0]() is not None}
+        for name, param in pairs:
+            place = places.get(id(param))
+            self._given.pop(param, None)
+            if place is None:
+                self._given[param] = name
+            else:
+                # The last one counts, as a shared parameter has several.
+                kept.pop(place, None)
+                kept[place] = name
+        self._of_modules = kept
+        drop_unheld(self._given)
+
+    def known(self) -> dict[Tensor, str]:
+        """Returns names by parameter."""
+        drop_unheld(self._given)
+        names: dict[Tensor, str] = {}
+        for (reference, key), name in self._of_modules.items():
+            module = reference()
+            param = None if module is None else module._parameters.get(key)
+            if param is not None:
+                names[param] = name
+        return {**names, **self._given}
+
+    def of(self, params: Sequence[Tensor]) -> dict[Tensor, str]:
+        """Returns names by parameter; raises if names were given, but none of these parameters."""
+        names = self.known()
+        # A single parameter without a name is listed by its place.
+        if self._were_given and params and not any(param in names for param in params):
+            raise ValueError(
+                f"none of the optimizers' {len(params)} parameters has a name: call "
+                "name_parameters() with the model that they train, again if its parameters were "
+                "replaced"
+            )
+        return names
+
+
+class _History:
+    """What is known of an optimizer's parameters; it outlives them and the optimizer."""
+
+    def __init__(self, record: _Record, optimizer_type: str) -> None:
+        self.record, self._optimizer_type = weakref.ref(record), optimizer_type
+        # Group and index in it of each parameter.
+        self._places = [(g, i) for g, group in enumerate(record.groups) for i in range(len(group))]
+        self._names: list[str] = []
+        self.trainable: list[tuple[int, int]] = []
+        self.marks: dict[torch.device, Tensor] = {}
+
+    def look(self, names: dict[Tensor, str]) -> None:
+        """Looks at the parameters, which live, and at their names."""
+        record = self.record()
+        if record is not None:
+            listed = list(zip(record.params, self._places, strict=True))
+            self._names = [names.get(p, f"group {g}, parameter {i}") for p, (g, i) in listed]
+            # Of what is empty there is no value that could be infinite.
+            self.trainable = [
+                place for p, place in listed if p.requires_grad and (is_lazy(p) or p.numel())
+            ]
+
+    def places(self, number: int) -> list[tuple[str, int, str, int, int]]:
+        """The first columns of each parameter's rows in reports; the optimizer has a number."""
+        named = zip(self._names, self._places, strict=True)
+        return [(name, number, self._optimizer_type, *place) for name, place in named]
+
+    def marks_on(self, device: torch.device) -> Tensor:
+        """The table of a device."""
+        if device not in self.marks:
+            refuse_capture("the creation of tracking tables")
+            shape = len(self._places), MARK_WORDS
+            marks = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
+            self.marks[device] = marks
+        return self.marks[device]
+
+
+class _Record:
+    """The parameters of one optimizer, for as long as it lives."""
+
+    def __init__(self, groups: Groups, optimizer_type: str) -> None:
+        # Held as long as the optimizer has them: an address may be that of a new parameter, and
+        # torch cannot convert parameters that have weak references.
+        self.groups = tuple(map(tuple, groups))
+        self.params = list(chain.from_iterable(self.groups))
+        self.history = _History(self, optimizer_type)
+        self.norms: NormHistory | None = None
+
+    def take_marks(self, last: _Record) -> None:
+        """Copies marks and norms of the parameters that another record has, too."""
+        rows = {param: row for row, param in enumerate(last.params)}
+        moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
+        for device, marks in last.history.marks.items() if moves else ():
+            pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
+            old, new = pairs.unbind(1)
+            self.history.marks_on(device).index_copy_(0, new, marks[old])
+        if moves and last.norms is not None:
+            self.norms = last.norms.taken(moves, len(self.params))
+
+    def reset_squares(self) -> None:
+        """Sets the sums of squares to 0, before a pass."""
+        for marks in self.history.marks.values():
+            aten.squares_in(marks).zero_()
+
+
+def require_known(track: str | None) -> None:
+    """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
+    is_name = track is None or isinstance(track, str)
+    if not is_name or track not in (None, "overflow", "modules", "norms"):
+        raise (ValueError if is_name else TypeError)(
+            "track must be 'overflow' (for overflow_report), 'modules' (to name the module, too), "
+            f"'norms' (for grad_norms, too) or None, got {track!r}"
+        )
+
+
+def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Names and parameters, from a module or pairs; refuses a name that occurs twice."""
+    pairs: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else model
+    found: dict[str, Tensor] = {}
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        items = pair if isinstance(pair, (tuple, list)) else [pair]
+        if not (len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], Tensor)):
+            raise TypeError(
+                "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, as "
+                "from its named_parameters(), got "
+                + " and ".join(type(item).__name__ for item in items)
+            )
+        if items[0] in found:
+            raise ValueError(f"two parameters have the name {items[0]!r}")
+        found[items[0]] = items[1]
+    return list(found.items())
+
+
+# Columns of the table.
+_OVERFLOWS: dict[str, Callable[[ParameterOverflows], str]] = {
+    "parameter": lambda p: p.name,
+    "optimizer": lambda p: f"{p.optimizer}: {p.optimizer_type}",
+    "kind": lambda p: p.kind,
+    "steps with inf": lambda p: str(p.infinities),
+    "with NaN": lambda p: str(p.nans),
+}

@@ -1,0 +1,1 @@
+"""Optimizers as a scaler sees them, their master weights and schedules."""

@@ -1,0 +1,379 @@
+"""Who divides in its step, a trial of torch's fused kernels, and values by optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from types import MethodType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ampfast.backends import core
+from ampfast.backends.cuda_graphs import is_capturing
+from ampfast.backends.scalars import allocate
+from ampfast.errors import add_note, warn_caller
+from ampfast.optim.master_weights import MasterWeights
+
+Value = TypeVar("Value")
+
+# By the id of a callable that lives: reading a signature takes longer than checking a thousand
+# gradients.
+_signatures: dict[int, tuple[weakref.ref[Callable[..., Any]], bool]] = {}
+
+
+def takes_grad_scaler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's step takes torch's legacy keyword `grad_scaler`."""
+    # Each access makes a new bound method; a schedule puts a plain function on the instance.
+    function = step.__func__ if type(step) is MethodType else step
+    known = _signatures.get(id(function))
+    if known is not None and known[0]() is function:
+        return known[1]
+    takes = "grad_scaler" in inspect.signature(step).parameters
+    key = id(function)
+    with suppress(TypeError):  # Some callables take no weak reference.
+        _signatures[key] = weakref.ref(function, partial(_signatures.pop, key)), takes
+    return takes
+
+
+def legacy_step(
+    optimizer: Any, scaler: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Steps an optimizer of torch's older contract, which unscales by the given scaler."""
+    warn_caller(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed "
+        "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+        FutureWarning,
+    )
+    result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    return result
+
+
+def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
+    """Whether a skipped step of this fused SGD would leave a momentum buffer uninitialised.
+
+    torch allocates the buffer before its kernel, which does not write it in a skipped step.
+    """
+    state = optimizer.state if isinstance(optimizer.state, dict) else dict(optimizer.state)
+    params = chain.from_iterable(
+        group["params"]
+        for group in optimizer.param_groups
+        if group.get("fused") and group["momentum"] != 0
+    )
+    # All groups at once, since the whole state is read.
+    return core.lacks_state(params, state, "momentum_buffer")
+
+
+def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
+    """torch's error for an optimizer without a checked gradient, with a note on the reason."""
+    error = AssertionError("No inf checks were recorded for this optimizer.")
+    return add_note(error, why_unchecked(optimizer))
+
+
+def why_unchecked(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the reason why none of an optimizer's gradients was checked."""
+    params = list(_params_of([optimizer]))
+    if not params:
+        return "The optimizer has no parameters."
+    if next(_gradients_of([optimizer]), None) is None:
+        frozen = sum(not param.requires_grad for param in params)
+        return (
+            f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "
+            "not require one): backward() was not called, zero_grad() ran in between, or the "
+            "loss does not depend on them."
+        )
+    return (
+        "The gradients came after unscale_() or clip_grad_norm_(), which belong between "
+        "backward() and step(), or an override of unscale_ recorded no check."
+    )
+
+
+def device_of(optimizers: Sequence[Any]) -> torch.device | None:
+    """Device of the first gradient, else of the first parameter; None without parameters."""
+    grads_or_params = chain(_gradients_of(optimizers), _params_of(optimizers))
+    return next((each.device for each in grads_or_params), None)
+
+
+def _gradients_of(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    for param in _params_of(optimizers):
+        # Reading the gradient of a non-leaf tensor warns.
+        if (param.is_leaf or param.retains_grad) and param.grad is not None:
+            yield param.grad
+
+
+def _params_of(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+        yield from (param for param in group["params"] if isinstance(param, Tensor))
+
+
+def explain(error: AttributeError, given: object, *needed: str) -> None:
+    """Adds a note, once, to the error if the object lacks an attribute that is needed of it."""
+    lacks = not all(hasattr(given, name) for name in needed)
+    if lacks and not getattr(error, "__notes__", None):
+        kind = f"{type(given).__module__}.{type(given).__qualname__}"
+        add_note(error, f"expected an optimizer, an object with param_groups and step, got {kind}")
+
+
+class ByOptimizer(Generic[Value]):
+    """Values keyed by optimizer identity, since ids are reused.
+
+    Optimizers are held by weak reference, or, if they take none, as long as this object.
+
+    Attributes:
+        values: By the id of an optimizer that lives.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, Value] = {}
+        self._references: dict[int, list[Callable[[], object]]] = {}
+
+    def __iter__(self) -> Iterator[tuple[Any, Value]]:
+        """Iterates over living optimizers and their values, in order of their first record."""
+        for key, references in list(self._references.items()):
+            optimizer = references[0]()
+            if optimizer is not None:
+                yield optimizer, self.values[key]
+
+    def record(self, optimizer: object, value: Value) -> None:
+        """Sets the value of an optimizer."""
+        key, values, references = id(optimizer), self.values, self._references
+        values[key] = value
+        if key in references:
+            return
+        # No Python code, in which an interrupt would be lost and with it the end of the record.
+        ends = [partial(each.pop, key) for each in (values, references)]
+        try:
+            references[key] = [weakref.ref(optimizer, end) for end in ends]
+        except TypeError:
+            references[key] = [lambda: optimizer]
+
+    def get(self, optimizer: object) -> Value | None:
+        """Returns the value of this object, or None."""
+        return self.values.get(id(optimizer))
+
+
+_FLAG = "_step_supports_amp_scaling"
+
+# By optimizer: what its answer depends on, as it was when last judged, and the answer.
+_judged = ByOptimizer[tuple[list[Any], bool]]()
+_warned: set[tuple[Any, ...]] = set()
+
+
+def divides_by_itself(optimizer: Any) -> bool:
+    """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
+
+    Its class says so, or the object itself if torch's constructor made it: what it has from another
+    optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
+    fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
+    host skips its step.
+    """
+    try:
+        # vars() would ask __getattr__ where there is no __dict__.
+        own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
+    except AttributeError:
+        own = {}
+    kind = type(optimizer)
+    stated = own.get(_FLAG)
+    if stated is None:
+        stated = getattr(kind, _FLAG, None) is True
+    if not stated:
+        return False
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return getattr(kind, _FLAG, None) is True
+    seen: list[Any] = [kind, stated, operators(torch)]
+    for group in optimizer.param_groups:
+        seen += (group.get("fused"), core.kinds_of(group["params"]))
+    known = _judged.values.get(id(optimizer))
+    if known is not None and known[0] == seen:
+        return known[1]
+    divides, is_final = False, True
+    if getattr(kind, _FLAG, None) is True or _is_made_by_torch(kind, own):
+        divides, is_final = _divides_rightly(optimizer)
+    if is_final:
+        _judged.record(optimizer, (seen, divides))
+    return divides
+
+
+def _is_made_by_torch(kind: Any, own: dict[str, Any]) -> bool:
+    """Whether torch's constructor made an optimizer, and its attributes are no other one's."""
+    # The constructor sets this name, and wraps the step of the class.
+    name = f"Optimizer.zero_grad#{kind.__name__}.zero_grad"
+    return own.get("_zero_grad_profile_name") == name and getattr(kind.step, "hooked", False)
+
+
+def _divides_rightly(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
+    """Whether an optimizer that says that it divides does so, and whether that is settled.
+
+    Another optimizer's word is taken; torch's fused kernels, if it has these, are tried.
+    """
+    has_masters, kind = False, type(optimizer)
+    if isinstance(optimizer, MasterWeights):
+        has_masters, kind = True, optimizer._master_weights_of
+    torchs, groups = torchs_class(kind), optimizer.param_groups
+    is_option = torchs is not None or getattr(optimizer, "defaults", {}).get("fused")
+    if is_option and not all(group.get("fused") for group in groups):
+        return False, True  # as after loading a checkpoint of a plain one
+    if torchs is None:
+        return True, True
+    devices: dict[tuple[torch.dtype, str], torch.device] = {}
+    for param in chain.from_iterable(group["params"] for group in groups):
+        dtype = torch.float32 if has_masters and param.dtype.itemsize == 2 else param.dtype
+        is_trained = param.requires_grad or param.grad is not None
+        if is_trained and dtype.is_floating_point and param.device.type != "meta":
+            devices[dtype, param.device.type] = param.device
+    is_right = is_final = True
+    for (dtype, device_type), device in devices.items():
+        if is_capturing() and not is_tried(torchs, dtype, device):
+            is_final = False  # taken for right until it can be tried
+            continue
+        is_tried = True
+        try:
+            fault = fault_of(torchs, dtype, device)
+        except Exception as error:
+            fault, is_tried = f"could not be tried ({error!r})", False
+        if fault is None:
+            continue
+        is_right, is_final = False, is_final and is_tried
+        if (torchs, dtype, device_type, is_tried) not in _warned:
+            _warned.add((torchs, dtype, device_type, is_tried))
+            found = ", as a trial has found" if is_tried else ""
+            warn_caller(
+                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}{found}: "
+                "the scaler unscales and skips by itself, as for an optimizer that is not fused. "
+                "Make the optimizer with fused=False"
+            )
+    return is_right, is_final
+
+
+# torch's fused operators as they are now, since others may replace them.
+operators = attrgetter("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+
+# Options that choose another kernel.
+_OPTIONS: dict[str, list[dict[str, Any]]] = {"SGD": [{}, {"momentum": 0.9}]}
+
+# By class, dtype, device type and operators.
+_faults: dict[tuple[Any, ...], str | None] = {}
+
+
+def torchs_class(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
+    """The optimizer of torch whose `step`, as torch wrote it, a class has; or None."""
+    step = inspect.unwrap(kind.step)
+    for base in kind.__mro__:
+        if getattr(torch.optim, base.__name__, None) is base:
+            is_torchs = f"{step.__module__}.".startswith("torch.optim.")
+            return base if is_torchs and step is inspect.unwrap(base.step) else None
+    return None
+
+
+def fault_of(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Tries the fused implementation of an optimizer of torch, once for a dtype and device type.
+
+    With `grad_scale` 2 it must do what the unfused one does with halved gradients, up to rounding,
+    and with `found_inf` 1 nothing. No hook or mode of the caller sees it; the host waits for it.
+
+    Args:
+        kind: A class of `torch.optim`.
+        dtype: That of parameters and gradients.
+        device: Where they are.
+
+    Returns:
+        What is wrong, as a part of a sentence, or None.
+
+    Raises:
+        Exception: What torch raises where the implementation does not take such parameters.
+    """
+    key = _key(kind, dtype, device)
+    if key not in _faults:
+        with _unseen():
+            found = [_try(kind, dtype, device, each) for each in _OPTIONS.get(kind.__name__, [{}])]
+        _faults[key] = next(filter(None, found), None)
+    return _faults[key]
+
+
+def is_tried(kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `fault_of` knows its answer without a trial."""
+    return _key(kind, dtype, device) in _faults
+
+
+def _key(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device
+) -> tuple[Any, ...]:
+    return kind, dtype, device.type, operators(torch)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keeps the caller's modes, such as one that counts operators, from what runs inside."""
+    functions = torch._C.DisableTorchFunction()
+    # First, since the others are functions that a mode sees.
+    with functions, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _try(
+    kind: type[torch.optim.Optimizer],
+    dtype: torch.dtype,
+    device: torch.device,
+    options: dict[str, Any],
+) -> str | None:
+    ramp = allocate(torch.arange, 64, dtype=torch.float32, device=device)
+    start, gradient = (1 + ramp / 64).to(dtype), (4 + ramp / 16).to(dtype)
+    gradient[::2].neg_()
+    zero, one, two = (
+        allocate(torch.full, (), value, dtype=torch.float32, device=device)
+        for value in (0.0, 1.0, 2.0)
+    )
+
+    def make(grad: Tensor, **which: Any) -> Any:
+        param = start.clone()
+        param.grad = grad.clone()
+        return kind([param], **{"lr": 0.5, **options, **which})
+
+    right = _stepped(make(gradient / 2, fused=False, foreach=False))
+    fused = _stepped(make(gradient / 2, fused=True))
+    optimizer = make(gradient, fused=True)
+    divided = _stepped(optimizer, two, zero)
+    skipped = _stepped(optimizer, two, one)
+    if not _are_close(fused, right, start):
+        return "computes other values than torch's unfused one"
+    if not _are_close(divided, right, start):
+        return "does not divide by grad_scale"
+    is_same = all(torch.equal(divided[name], skipped[name]) for name in divided)
+    return None if is_same else "does not skip where found_inf is 1"
+
+
+def _stepped(optimizer: Any, *given: Tensor) -> dict[str, Tensor]:
+    """Copies of an optimizer's only parameter and its state after a step."""
+    if given:
+        optimizer.grad_scale, optimizer.found_inf = given
+    # Unwrapped, since global optimizer hooks would see this step.
+    inspect.unwrap(type(optimizer).step)(optimizer)
+    (param,) = optimizer.param_groups[0]["params"]
+    state = {name: value for name, value in optimizer.state[param].items() if value is not None}
+    return {name: value.cpu().clone() for name, value in {**state, "the parameter": param}.items()}
+
+
+def _are_close(found: dict[str, Tensor], right: dict[str, Tensor], start: Tensor) -> bool:
+    """Whether values differ by a few roundings at most, as the order of operations may.
+
+    And by the digits that float32 loses of 1 - beta: torch's kernels for GPUs round beta2 = 0.999
+    to it, and the second moment is 1.3e-5 off.
+    """
+    few = max(8 * torch.finfo(start.dtype).eps, 2.0**-12)
+    before = {"the parameter": start.cpu().double()}
+    for name, value in right.items():
+        value = value.double()
+        limit = few * (value.abs() + before.get(name, value).abs())
+        if name not in found or not bool(((found[name].double() - value).abs() <= limit).all()):
+            return False
+    return True

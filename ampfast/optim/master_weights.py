@@ -1,0 +1,641 @@
+"""Float32 master weights for the 16-bit parameters of any optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import compress
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from ampfast import backends, gradients
+from ampfast.backends import TORCH_OPS, aten, core
+from ampfast.backends.core import Factor, Pass
+from ampfast.backends.cuda_graphs import refuse_capture
+from ampfast.backends.scalars import allocate, copies_of, moved
+from ampfast.errors import not_compiled, refuse_differentiable, warn_caller
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+# Key of a master weight in a checkpoint, as in Transformer Engine's.
+_KEY = "master_param"
+
+
+class _Masters(dict[Tensor, Tensor]):
+    """Master weights by parameter: float32 weights, which an optimizer steps in its place.
+
+    Attributes:
+        casts: Casts of the optimizer's gradients.
+        fingerprint: That of the groups when parameters and master weights were last equal; None:
+            compare them.
+        weights: The weight of each parameter in the groups then, None for others.
+        lent: A byte for each of them: 1 if its gradient was lent to its weight for this step.
+        standing: The parameters of each group with master weights in their place, or None.
+        inner: The state by master weight, as the last step left it, or None.
+        state_keys: The keys of the state and of `inner` then.
+    """
+
+    fingerprint: Any = None
+    weights: tuple[Tensor | None, ...] = ()
+    lent: Any = None
+    standing: list[list[Tensor]] | None = None
+    inner: defaultdict[Any, Any] | None = None
+    state_keys: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+
+    def __init__(self, masters: Any = ()) -> None:
+        super().__init__(masters)
+        self.casts = core.Casts()
+
+    def make(self, param: Tensor) -> None:
+        refuse_capture("the making of master weights")
+        with torch.inference_mode(False), torch.no_grad():
+            weight = param.detach().to(torch.float32)
+        self[param] = weight.requires_grad_()
+
+    def make_if_trained(self, param: Tensor) -> None:
+        if param not in self and _fits(param) and (param.requires_grad or param.grad is not None):
+            self.make(param)
+
+    def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
+        """Whether both have the entries of the last step, under the keys of that step."""
+        return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
+
+
+class _View(dict[Tensor, Tensor]):
+    """Master weights by parameter, for the user."""
+
+    def __missing__(self, param: object) -> Tensor:
+        raise KeyError("no 16-bit parameter that this optimizer trains")
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Base of optimizers that `master_weights_` gave float32 master weights; for `isinstance`.
+
+    Groups and state hold the parameters of the model, except inside of `step`, where master weights
+    replace the 16-bit ones.
+    """
+
+    # The only names besides torch's, which an optimizer's own would hide.
+    _masters: _Masters
+    _master_weights_of: type[torch.optim.Optimizer]
+
+    @property
+    def master_weights(self) -> Mapping[Tensor, Tensor]:
+        """Float32 weights by parameter, sharing memory with the weights that `step` uses.
+
+        Of every 16-bit parameter that requires a gradient or has one.
+        """
+        for param in _params(self):
+            self._masters.make_if_trained(param)
+        return _View({param: weight.detach() for param, weight in self._masters.items()})
+
+    @not_compiled
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps the master weights and rounds them to the parameters that have a gradient.
+
+        Gradients become float32 tensors; if the optimizer sets one to None, it is None afterwards.
+        A closure sees the model's parameters.
+
+        Args:
+            *args: Passed on.
+            **kwargs: Passed on.
+
+        Returns:
+            What the optimizer's own method returns.
+
+        Raises:
+            RuntimeError: If a parameter with a master weight is not 16 bit or has another shape, or
+                if the optimizer changed it itself, as one does that steps a list of its own.
+            ValueError: If a group is differentiable.
+        """
+        closure = args[0] if args else kwargs.get("closure")
+        step = cast(Any, self._master_weights_of.step)
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # the hooks of this step run around it
+        swap = _Swap(self)
+        if callable(closure):
+            closure = partial(swap.evaluate, closure)
+            args = (closure, *args[1:]) if args else ()
+            kwargs = kwargs if args else {**kwargs, "closure": closure}
+        try:
+            _prepare(self)
+            swap.enter()
+            result = step(self, *args, **kwargs)
+            swap.leave()
+            _write_back(self)
+        except BaseException:
+            # An interrupt may come between any two lines, so each of these can be done again.
+            swap.leave()
+            self._masters.fingerprint = None  # parameters win over what the step has written
+            core.take_grads(self._masters.weights)
+            raise
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; a gradient that is not set to None gets the dtype of `grad_dtype` again.
+
+        Args:
+            set_to_none: Whether to set gradients to None.
+        """
+        if not set_to_none:
+            for param in self._masters:
+                dtype = param.grad_dtype or param.dtype
+                if param.grad is not None and param.grad.dtype is not dtype:
+                    param.grad = torch.zeros_like(param, dtype=dtype)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's, in which `state[i]["master_param"]` is a master weight."""
+        with _hooks_aside(self, "_optimizer_state_dict_post_hooks") as (hooks,):
+            saved: dict[str, Any] = super().state_dict()
+        state = dict(saved["state"])
+        for index, param in _numbered(self, saved):
+            if param in self._masters:
+                state[index] = {**state.get(index, {}), _KEY: self._masters[param].detach()}
+        return _run_hooks(self, hooks, {**saved, "state": state})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where a checkpoint was saved, before or after the model's is loaded.
+
+        Where it has no master weights, as one of a plain optimizer, they are made from the
+        parameters at the next step. State stays float32. Warns if a master weight was saved in
+        less than float32.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If a master weight has another shape, if a checkpoint by parameters' names
+                has none, or as torch. Nothing is loaded then.
+        """
+        names = (f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post"))
+        with _hooks_aside(self, *names) as (before, after):
+            self._load(_run_hooks(self, before, dict(state_dict)), super().load_state_dict)
+        for hook in list(after.values()):
+            hook(self)
+
+    def _load(self, saved: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+        held = self._masters
+        masters, weights, state = _Masters(held), {}, dict(saved["state"])
+        for index, param in _numbered(self, saved):
+            entry = state.get(index)
+            if isinstance(entry, dict) and _KEY in entry:
+                # torch knows nothing of it; an entry that is empty otherwise is none.
+                state[index] = {key: value for key, value in entry.items() if key != _KEY}
+                if not state[index]:
+                    del state[index]
+                _refuse_unlike(entry[_KEY], param, index)
+                if _fits(param):
+                    weights[param] = entry[_KEY]
+            elif isinstance(index, str) and index in state and _fits(param):
+                raise ValueError(
+                    f"the checkpoint has no master weight of {index}: torch drops it on loading "
+                    "with flatten_optimizer_state_dict=True. Save and load without that, or add "
+                    f'state["{index}"]["{_KEY}"] in a pre-hook of load_state_dict'
+                )
+            if _fits(param) and param not in masters:
+                # torch loads state in the dtype of what it belongs to; this takes no memory.
+                one = allocate(torch.empty, (), dtype=torch.float32, device=param.device)
+                masters[param] = one.expand(param.shape)
+        _warn_of_rounded(self, saved, weights)
+        swap = _Swap(self)
+        try:
+            # Tensors of their own: state dicts that were returned share memory with those held.
+            loaded = {param: _loaded(weight, param) for param, weight in weights.items()}
+            self._masters = masters
+            swap.enter()
+            load({**saved, "state": state})
+            swap.leave()
+        except BaseException:
+            swap.leave()
+            self._masters = held
+            raise
+        self._masters = _Masters(loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master_weights": list(self._masters.items())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        masters = state.pop("master_weights", None)
+        super().__setstate__(state)
+        if masters is not None:
+            self._masters = _Masters(masters)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its class is made when it is needed.
+        return _restored, (self._master_weights_of,), self.__getstate__()
+
+
+def casts_of(optimizer: torch.optim.Optimizer) -> core.Casts | None:
+    """Returns the casts of an optimizer's gradients; None without master weights."""
+    return optimizer._masters.casts if isinstance(optimizer, MasterWeights) else None
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
+    """Parameters and the keys of their state in a state dict; torch checks how many."""
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    return list(zip(keys, _params(optimizer), strict=False))
+
+
+def _loaded(weight: Tensor, param: Tensor) -> Tensor:
+    """A master weight of a parameter with the values of a checkpoint's."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty_like(param.detach(), dtype=torch.float32).copy_(weight)
+    return made.requires_grad_()
+
+
+def _warn_of_rounded(
+    optimizer: MasterWeights, saved: dict[str, Any], weights: Mapping[Tensor, Tensor]
+) -> None:
+    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    rounded = [
+        (names[number] if number < len(names) else index, weights[param].dtype)
+        for number, (index, param) in enumerate(_numbered(optimizer, saved))
+        if param in weights and torch.finfo(weights[param].dtype).bits < 32
+    ]
+    if rounded:
+        (index, dtype), more = rounded[0], len(rounded) - 1
+        warn_caller(
+            f"the checkpoint has the master weight of parameter {index}"
+            f"{f' and {more} more' if more else ''} in {dtype}: the low bits were lost when it was "
+            "saved, and training does not go on as it would have. Save master weights in float32"
+        )
+
+
+def _prepare(optimizer: MasterWeights) -> None:
+    """Makes master weights equal to the parameters, and gradients float32."""
+    masters, groups = optimizer._masters, optimizer.param_groups
+    refuse_differentiable(groups, "master weights do")
+    fingerprint = _fingerprint_of(groups, masters.fingerprint)
+    if fingerprint != masters.fingerprint:
+        for index, group in enumerate(groups):
+            for number, param in enumerate(group["params"]):
+                _follow(masters, param, f"parameter {number} of group {index}")
+        for param in masters.keys() - set(_params(optimizer)):
+            del masters[param]
+        masters.standing = masters.inner = None
+        masters.weights = tuple(masters.get(param) for param in _params(optimizer))
+        masters.fingerprint = fingerprint
+    masters.lent = core.lend_grads(groups, masters.weights, masters.lent)
+    if masters.lent is None:
+        choice, casts = backends.choose(), masters.casts
+        found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
+        for kernels, grads in found.lists:
+            if isinstance(grads, core.GradList):
+                kernels.run(grads.pairs(), Pass(True, Factor.NONE))
+        casts.finish()
+        # Groups may be other containers than the core knows.
+        params = [{"params": _params(optimizer)}]
+        masters.lent = core.lend_grads(params, masters.weights, masters.lent)
+
+
+def _follow(masters: _Masters, param: Tensor, where: str) -> None:
+    """Makes the master weight of a parameter, or makes it equal to it."""
+    weight = masters.get(param)
+    if weight is None:
+        masters.make_if_trained(param)
+        return
+    if not _fits(param) or param.shape != weight.shape:
+        raise RuntimeError(
+            f"{where} is {param.dtype} of shape {tuple(param.shape)}, and its master weight was "
+            f"made for 16 bit and {tuple(weight.shape)}: make the optimizer after the model's "
+            "conversion"
+        )
+    if weight.device != param.device:
+        masters[param] = weight.detach().to(param.device).requires_grad_()
+    with torch.no_grad():
+        param, weight = _local(param), _local(masters[param])
+        # Elements that are equal keep their low bits. By bits, for the sign of zero.
+        differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
+        weight.copy_(torch.where(differs, param.to(torch.float32), weight))
+
+
+def _write_back(optimizer: MasterWeights) -> None:
+    """Rounds master weights to the parameters that have a gradient, unless a flag is set.
+
+    Takes back what gradients were lent, even if the step dropped them.
+    """
+    masters, groups = optimizer._masters, optimizer.param_groups
+    found_inf = getattr(optimizer, "found_inf", None)
+    pairs = core.stepped_pairs(groups, masters.weights, masters.lent, masters.fingerprint)
+    if pairs is None:
+        _refuse_changes(masters, _fingerprint_of(groups))
+    if pairs is None or not _narrow_pairs(pairs, found_inf):
+        stepped = list(compress(_params(optimizer), masters.lent))
+        for param in stepped:
+            if masters[param].grad is None:
+                param.grad = None
+        narrow_on_devices(stepped, [masters[param] for param in stepped], found_inf)
+        # Parameters that were added in the step are followed in the next one.
+        is_known = len(masters.weights) == len(_params(optimizer))
+        masters.fingerprint = _fingerprint_of(groups) if is_known else None
+    core.take_grads(masters.weights)
+
+
+def _narrow_pairs(pairs: core.GradList, found_inf: Tensor | None) -> bool:
+    """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
+    kernels = backends.choose().kernels_for(pairs.device)
+    is_known = found_inf is None or core.is_scalar(found_inf, torch.float32)
+    if kernels is TORCH_OPS or not is_known:
+        return False
+    if pairs.chunks:
+        kernels.narrow(pairs, None if found_inf is None else moved(found_inf, pairs.device))
+    return True
+
+
+def narrow_on_devices(
+    params: list[Tensor], weights: list[Tensor], found_inf: Tensor | None
+) -> None:
+    """Rounds master weights to parameters on any devices, DTensors too, unless a flag is set.
+
+    Args:
+        params: 16-bit parameters.
+        weights: float32 tensors of their shapes and devices.
+        found_inf: One-element float32, or None.
+    """
+    flag_on = copies_of(None if found_inf is None else found_inf.detach())
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, weight in zip(params, weights, strict=True):
+        narrow, wide = by_device.setdefault(param.device, ([], []))
+        narrow.append(_local(param))
+        wide.append(_local(weight))
+    for device, (narrow, wide) in by_device.items():
+        pairs = core.list_of(narrow, device, None, wide)
+        if pairs is not None and _narrow_pairs(pairs, flag_on(device)):
+            torch.autograd.graph.increment_version(narrow)
+        else:
+            aten.narrow(narrow, wide, flag_on(device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, else the tensor."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor if is_plain else getattr(tensor, "_local_tensor", tensor)
+
+
+def _fingerprint_of(param_groups: list[dict[str, Any]], known: Any = None) -> Any:
+    """A fingerprint of the parameters, of a part for each.
+
+    It differs after any edit that bumps a version, and after any change of the groups.
+    """
+    fingerprint = core.fingerprint_of(param_groups, known)
+    if fingerprint is not None:
+        return fingerprint
+    parts = []
+    for place, group in enumerate(param_groups):
+        for param in group["params"]:
+            each, needs = _local(param), param.requires_grad or param.grad is not None
+            try:
+                seen = (each.data_ptr(), each._version, each.shape, each.stride())
+            except (RuntimeError, ValueError):
+                # Sparse or nested, made in inference mode, without values as yet: steps of master
+                # weights leave it alone.
+                seen = None
+            parts.append((id(param), place, needs, each.dtype, seen))
+    return parts
+
+
+def _refuse_changes(masters: _Masters, fingerprint: Any) -> None:
+    """Refuses a step that changed a parameter itself, which its master weight would overwrite."""
+    size = len(masters.fingerprint) // max(1, len(masters.weights))
+    for number, weight in enumerate(masters.weights):
+        part = slice(number * size, (number + 1) * size)
+        if weight is not None and masters.fingerprint[part] != fingerprint[part]:
+            raise RuntimeError(
+                f"the optimizer's step changed parameter {number} while a master weight stood in "
+                "for it: master_weights_ serves optimizers that step the parameters in their "
+                "param_groups, none with a list of its own"
+            )
+
+
+@contextmanager
+def _hooks_aside(optimizer: MasterWeights, *names: str) -> Iterator[list[OrderedDict[int, Any]]]:
+    """Hooks of these names, which torch does not run in this block.
+
+    They see the optimizer and its checkpoints with master weights added.
+    """
+    hooks = [getattr(optimizer, name) for name in names]
+    try:
+        vars(optimizer).update((name, OrderedDict()) for name in names)
+        yield hooks
+    finally:
+        vars(optimizer).update(zip(names, hooks, strict=True))
+
+
+def _run_hooks(
+    optimizer: MasterWeights, hooks: OrderedDict[int, Any], saved: dict[str, Any]
+) -> dict[str, Any]:
+    for hook in list(hooks.values()):
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    return saved
+
+
+def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
+    """Refuses what is no master weight of a parameter."""
+    found = repr(weight)
+    if isinstance(weight, Tensor):
+        is_dense = weight.layout is torch.strided and weight.is_floating_point()
+        if is_dense and weight.shape == param.shape and (param.is_meta or not weight.is_meta):
+            return
+        found = f"{weight.layout} of {weight.dtype} on {weight.device}, {tuple(weight.shape)}"
+    raise ValueError(
+        f"the master weight of parameter {index} is {found}, and must be a dense float32 tensor of "
+        f"the parameter's shape {tuple(param.shape)}"
+    )
+
+
+class _Swap:
+    """Groups and state of an optimizer, by parameter or by master weight."""
+
+    def __init__(self, optimizer: MasterWeights) -> None:
+        self.optimizer = optimizer
+        self._own: list[tuple[list[Tensor], list[Tensor]]] | None = None
+        for group in optimizer.param_groups:
+            if not isinstance(group["params"], list):
+                group["params"] = list(group["params"])
+
+    def enter(self) -> None:
+        optimizer, masters = self.optimizer, self.optimizer._masters
+        own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        state, inner = optimizer.state, masters.inner
+        if inner is None or not masters.have_same_entries(state, inner):
+            inner = _rekeyed(state, masters.items())
+            masters.state_keys = tuple(state), tuple(inner)
+        if masters.standing is None:
+            masters.standing = [
+                [masters.get(param, param) for param in params] for _, params in own
+            ]
+        # What `leave` restores is recorded before anything is written.
+        self._own, self._state, self._inner = own, state, inner
+        optimizer.state = masters.inner = inner
+        for (params, _), weights in zip(own, masters.standing, strict=True):
+            params[:] = weights
+
+    def leave(self) -> None:
+        """Undoes `enter`, also one that was interrupted, as a `leave` may have been."""
+        if self._own is None:
+            return
+        optimizer, masters = self.optimizer, self.optimizer._masters
+        for params, own in self._own:
+            params[:] = own
+        state, inner = self._state, optimizer.state
+        is_same = inner is self._inner and masters.have_same_entries(state, inner)
+        if inner is not state and not is_same:
+            back = [(weight, param) for param, weight in masters.items()]
+            entries = _rekeyed(inner, back)
+            masters.state_keys = tuple(entries), tuple(inner)
+            if inner is self._inner:
+                # The same object, which others may hold.
+                state.clear()
+                state.update(entries)
+            else:
+                state = entries
+        optimizer.state = state
+        self._own = None
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Calls a step's closure, which sees the parameters instead of the master weights."""
+        self.leave()
+        try:
+            with torch.no_grad():
+                _write_back(self.optimizer)
+            loss = closure()
+            with torch.no_grad():
+                _prepare(self.optimizer)
+        finally:
+            self.enter()
+        return loss
+
+
+def _rekeyed(
+    state: Mapping[Any, Any], pairs: Iterable[tuple[Tensor, Tensor]]
+) -> defaultdict[Any, Any]:
+    """The state with the second tensor of a pair as key for the first, in the same order."""
+    by_id = {id(key): other for key, other in pairs}  # keys may be numbers
+    return defaultdict(dict, {by_id.get(id(key), key): entry for key, entry in state.items()})
+
+
+def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Gives an optimizer float32 master weights for its 16-bit parameters, in place.
+
+    Each step casts their gradients to float32, updates the master weights, and rounds these to the
+    parameters, which hold the model's weights as before: bit for bit the training with master
+    weights by hand. A `GradScaler` casts as it unscales, float16 gradients too; bfloat16 needs no
+    scaler. Other parameters are stepped as they are. State is float32.
+
+    Two things are equal up to rounding: a fused optimizer under a scale that is no power of two,
+    by which its kernel would divide, while the cast multiplies with the inverse, as torch's
+    `unscale_`; and state that the constructor made in 16 bit, as Adagrad its sums.
+
+    The class becomes a subclass of its own and of `MasterWeights`, whose `master_weights` maps
+    parameters to master weights. A second call has no effect.
+
+    Where a parameter was edited since the last step, by an operation that autograd sees or by a
+    loaded checkpoint, it wins: element by element, so that others keep their low bits.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`, before schedulers and trainers get it.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: If it is none, wraps another one, has a flat parameter of FSDP1, or an attribute
+            `master_weights` of its own.
+        ValueError: If a group is differentiable.
+        RuntimeError: If its `step` was replaced on the instance, or under CUDA graph capture.
+
+    The optimizer is unchanged where an error is raised.
+    """
+    if isinstance(optimizer, MasterWeights):
+        return cast(AnyOptimizer, optimizer)
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer) or any(
+        isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()
+    ):
+        raise TypeError(
+            f"master_weights_ takes a torch.optim.Optimizer, got {kind.__module__}."
+            f"{kind.__qualname__}; if it wraps one, pass the inner one, before it is wrapped"
+        )
+    if "step" in vars(optimizer):
+        raise RuntimeError(
+            "the optimizer's step was replaced on the instance: call master_weights_ before the "
+            "scheduler or trainer gets it"
+        )
+    for name in ("master_weights", *MasterWeights.__annotations__):
+        if hasattr(optimizer, name):
+            raise TypeError(
+                f"{kind.__qualname__} has an attribute {name} of its own, which master_weights_ "
+                "needs"
+            )
+    refuse_capture("master_weights_, which makes float32 weights", "call it before")
+    refuse_differentiable(optimizer.param_groups, "master weights do")
+    if any(getattr(param, "_is_flat_param", False) for param in _params(optimizer)):
+        raise TypeError(
+            "master_weights_ cannot take a flat parameter of FSDP1, which keeps float32 weights by "
+            "itself: use its MixedPrecision policy"
+        )
+    masters = _Masters()
+    for param in _params(optimizer):
+        masters.make_if_trained(param)
+    converted = cast(MasterWeights, optimizer)
+    try:
+        converted.__class__ = _class_of(cast(Any, kind))
+        converted._masters = masters
+        if optimizer.state:
+            # State of 16 bit becomes float32, as torch loads it.
+            converted.load_state_dict(converted.state_dict())
+    except BaseException:
+        converted.__class__ = cast(Any, kind)
+        vars(converted).pop("_masters", None)
+        raise
+    return optimizer
+
+
+def _fits(param: Tensor) -> bool:
+    """Whether a parameter may have a master weight: 16 bit and dense, and with values by now."""
+    return (
+        param.dtype in (torch.float16, torch.bfloat16)
+        and not is_lazy(param)
+        and param.layout is torch.strided
+        and not param.is_nested
+        and not param.is_inference()
+    )
+
+
+@cache
+def _class_of(kind: Any) -> type[MasterWeights]:
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    # In this order, or an instance could not change to the class where the first base of its kind
+    # is no optimizer.
+    base, bases = cast(Any, type(kind)), (kind, MasterWeights)
+
+    def mro(cls: type) -> Any:
+        """Puts MasterWeights before the kind, which must be the first base."""
+        return [cls, MasterWeights, *kind.__mro__] if cls.__bases__ == bases else base.mro(cls)
+
+    made: Any = type(base.__name__, (base,), {"mro": mro})(kind.__name__, bases, names)
+    step: Any = torch.optim.Optimizer.profile_hook_step(MasterWeights.step)
+    step.hooked = True
+    # For those who ask whether it takes a closure or a scaler.
+    step.__signature__ = inspect.signature(kind.step)
+    made.step, made._master_weights_of = step, kind
+    return cast(type[MasterWeights], made)
+
+
+def _restored(kind: type[torch.optim.Optimizer]) -> MasterWeights:
+    """An optimizer without its state, for pickle and copy."""
+    made = _class_of(cast(Any, kind))
+    return made.__new__(made)

@@ -1,0 +1,1 @@
+"""The gradient scaler, its state, its steps and its guard."""

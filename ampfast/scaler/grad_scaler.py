@@ -1,0 +1,806 @@
+"""The drop-in gradient scaler: torch's state machine over ampfast's kernels."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.cuda.amp.common import amp_definitely_not_available
+
+from ampfast import backends
+from ampfast.backends import cuda_graphs
+from ampfast.backends.core import Factor, Pass, is_found, overrides, riding
+from ampfast.backends.core import state_layout as layout
+from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
+from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.scalars import moved
+from ampfast.clip import global_norm
+from ampfast.clip.norm_limits import NormLimit, limit_of, require_histories
+from ampfast.clip.spikes import Sigmas, require_accepted_norms, skip_limit_of
+from ampfast.diagnose import overflow_report
+from ampfast.errors import add_note, not_compiled, warn_caller, with_suggestions
+from ampfast.optim.fused_support import (
+    divides_by_itself,
+    explain,
+    no_inf_checks,
+    why_unchecked,
+)
+from ampfast.optim.master_weights import MasterWeights
+from ampfast.scaler import late_backward
+from ampfast.scaler.diagnostics import Diagnostics
+from ampfast.scaler.fused_step import FusedSteps
+from ampfast.scaler.loss_scale import (
+    Limits,
+    LossScale,
+    entry_of,
+    explain_missing,
+    is_static,
+    require_static,
+)
+from ampfast.scaler.overrides import HookedSteps, original_methods
+from ampfast.scaler.turn import (
+    NO_TURN,
+    ONCE,
+    READY,
+    STEPPED,
+    UNSCALED,
+    Flags,
+    TorchGradScaler,
+    Turn,
+    is_unscaled,
+    new_turn,
+    not_ready,
+    nothing_checked,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["GradScaler", "OptState"]
+
+# Attributes of this process and this iteration; weak references among them.
+_OF_THIS_PROCESS = (
+    *("_choice", "_finder", "_kernels", "_last_turns", "_names", "_tracking"),
+    *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
+)
+
+# A pass that only casts.
+_CASTING = Pass(True, Factor.NONE)
+
+_FLOAT32 = torch.float32
+
+
+class GradScaler(Diagnostics, FusedSteps, HookedSteps):
+    """A `torch.amp.GradScaler` that reads the gradients once and never corrupts a model.
+
+    One iteration, for gradients g, scale s and optimizer o::
+
+        scale(loss)  s * loss, so that small float16 gradients do not vanish
+        unscale_(o)  g <- g * (1 / s); found_inf <- 1 if a value written is
+                     inf or NaN, else 0
+        step(o)      unscale_(o) unless done; o.step() unless found_inf. An
+                     optimizer that takes grad_scale and found_inf (torch's
+                     fused ones) divides in its step: its gradients are only
+                     read, and found_inf <- max|g| / grad_scale is inf or NaN
+        update()     if any found_inf: s <- s * backoff_factor; else, every
+                     growth_interval iterations in a row:
+                     s <- s * growth_factor, unless that overflows
+
+    Everything observable is torch's bit for bit, except for the differences in docs/differences.md.
+    Source of the contract: torch/amp/grad_scaler.py.
+
+    Args:
+        device: Device type, as for torch; with "cuda" and no CUDA the scaler disables itself.
+        init_scale: Initial scale.
+        growth_factor: Factor of growth, above 1.
+        backoff_factor: Factor after an overflow, below 1.
+        growth_interval: Iterations without overflow before the scale grows; below 1: never.
+        enabled: If False, every method is a no-op, `step` calls the optimizer's, `clip_grad_norm_`
+            clips as torch's function does, in place, and `grad_norm` measures.
+        backend: "cuda", "triton", "cpu" or "aten" for the devices that it serves; None for
+            `AMPFAST_BACKEND`, else the best there is.
+        allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
+        min_scale: Lower limit of the scale when it backs off. A scale that is set or loaded beyond
+            its limits is left until it comes within.
+        max_scale: Upper limit of the scale when it grows.
+        hysteresis: Number of the overflow, since the scale's growth was last due, from which on
+            the scale backs off, as in Megatron-LM.
+        dynamic: If False, the scale is constant: `growth_interval` is 0 and `backoff_factor` 1.
+            With an `init_scale` of 1 nothing is multiplied, and gradients are only read; see
+            `StepGuard`.
+        process_group: Ranks that hold other parts of the gradients, as shards, stages or
+            tensor-parallel parts: a group, or a mesh with all its dimensions. They skip together,
+            with one small collective per optimizer, and norms are global; `mark_replicated` names
+            the parameters that are equal on all ranks. DTensor gradients need no group.
+        track: "overflow" for a record of each parameter's overflows, for `overflow_report`;
+            "modules" for that and, of the model of `name_parameters`, what `find_nonfinite` finds;
+            "norms" for overflows and each parameter's norms, for `grad_norms`; or None.
+        skip_above: Norm above which a step is skipped, as the attribute of this name.
+        max_skips: Number of steps skipped in a row at which training ends, as the attribute of this
+            name.
+
+    Raises:
+        AssertionError: If a factor is on the wrong side of 1.
+        TypeError: If `device` is a number or a keyword has the wrong type.
+        ValueError: If `backend` or `track` is unknown, the scale's limits or hysteresis make no
+            sense, or `process_group` does not contain this rank or is of another device type.
+        RuntimeError: If `backend` cannot run here.
+    """
+
+    # Extra arguments of the torch base class (FSDP's takes a process_group).
+    _base_arguments: ClassVar[dict[str, Any]] = {}
+    _warned_of_backward = _warned_of_zero = False
+
+    @with_suggestions
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        backend: str | None = None,
+        allow_fp16: bool = False,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        dynamic: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        track: str | None = None,
+        skip_above: float | Sigmas | None = None,
+        max_skips: int | None = None,
+    ) -> None:
+        if isinstance(device, Number):
+            raise TypeError(
+                f"device must be a device type such as 'cuda', got the number {device!r}; write "
+                f"init_scale={device!r}, or use ampfast.patch(), under which "
+                "torch.cuda.amp.GradScaler takes it first"
+            )
+        named = {"allow_fp16": allow_fp16, "dynamic": dynamic}
+        for name, value in named.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        rules = Limits(min_scale, max_scale, hysteresis)
+        rules.require_within(init_scale)
+        if not dynamic and not rules.is_torchs:
+            raise ValueError(
+                "a scale with dynamic=False never changes: it takes no min_scale, max_scale "
+                "or hysteresis"
+            )
+        skip_limit_of(skip_above)
+        if max_skips is not None:
+            self.max_skips = max_skips
+        overflow_report.require_known(track)
+        backends.require_known(backend)
+        if enabled:
+            self._choice = backends.choose(backend)
+        # torch would do so too, but its warning would point here instead of at the caller.
+        if enabled and device == "cuda" and amp_definitely_not_available():
+            warn_caller(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+            )
+            enabled = False
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            **self._base_arguments,
+        )
+        if self._enabled:
+            self._per_optimizer_states = defaultdict(new_turn)
+        self.process_group = process_group
+        self._backend = backend
+        self._allow_fp16 = allow_fp16
+        self._loss_scale = LossScale(rules)
+        self._dynamic = dynamic
+        if enabled and not dynamic:
+            self._growth_interval, self._backoff_factor = 0, 1.0
+            self._is_guard = init_scale == 1
+        self._track = track
+        self.skip_above = skip_above
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self._enabled:
+            return f"<{name}: disabled>"
+        scale = self._scale
+        if scale is None:
+            return f"<{name}: scale {_power_of_2(self._init_scale)}, on no device yet>"
+        if not scale.is_cpu:  # reading it would wait
+            is_known = vars(self).get("_kernels")
+            backend = f", backend {self._choice.name_for(scale.device)}" if is_known else ""
+            return f"<{name}: scale, steps and skipped on {scale.device}: see stats(){backend}>"
+        words = self._loss_scale.words_on(scale.device)
+        backend = self._choice.name_for(scale.device)
+        steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
+        number = _power_of_2(scale.item())
+        return f"<{name}: scale {number}, {steps} steps, {skipped} skipped, backend {backend}>"
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
+
+        Args:
+            outputs: A tensor, or an iterable of them.
+        """
+        if self._is_guard:
+            return self._scaled_by_1(outputs)
+        is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
+        scale = self._scale if is_usual else None
+        is_here = scale is not None and scale.device == outputs.device
+        scaled = outputs * scale if is_here else super().scale(outputs)
+        if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
+            turns = self._per_optimizer_states
+            unscaled = [
+                (optimizer, turn)
+                for optimizer, turn in self._last_turns
+                if turn["stage"] is UNSCALED and turns.get(id(optimizer)) is turn
+            ]
+            scaled = late_backward.watch(scaled, unscaled)
+        return scaled
+
+    def _scaled_by_1(self, outputs: Any) -> Any:
+        """What torch's `scale` returns, without a multiplication."""
+        if isinstance(outputs, Tensor):
+            return outputs
+        if not isinstance(outputs, Iterable):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        items = map(self._scaled_by_1, outputs)
+        return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the backoff factor, as torch's.
+
+        Args:
+            new_factor: The next overflows multiply the scale by it.
+
+        Raises:
+            ValueError: With `dynamic=False`.
+        """
+        self._require_dynamic("backoff_factor")
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the growth interval, as torch's.
+
+        Args:
+            new_interval: Number of steps without overflow after which the scale grows.
+
+        Raises:
+            ValueError: With `dynamic=False`.
+        """
+        self._require_dynamic("growth_interval")
+        super().set_growth_interval(new_interval)
+
+    def _require_dynamic(self, name: str) -> None:
+        if self._enabled and not self._dynamic:
+            raise ValueError(f"a scale with dynamic=False never changes: it takes no {name}")
+
+    # A compiler that traces the state machine around a kernel loses what is written to its dicts.
+    @not_compiled
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscales the optimizer's gradients in place and checks them; no host sync.
+
+        Args:
+            optimizer: Any object with `param_groups`.
+
+        Raises:
+            AssertionError: If nothing was scaled yet, which a guard does not need.
+            RuntimeError: If called twice, or after `step`, since the last `update`.
+            ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
+        """
+        if not self._enabled:
+            return
+        scale = self._scale
+        if scale is None or self._growth_tracker is None:
+            scale = self._checked_scale("unscale_", optimizer)
+        turn = self._turn(optimizer)
+        if turn["stage"] is UNSCALED or turn["stage"] is STEPPED:
+            raise not_ready(turn, "clip_grad_norm_() unscales, too.")
+        try:
+            if overrides(self, _HOOKS):
+                TorchGradScaler.unscale_(self, optimizer)
+                self._agree_beside_hooks(optimizer)
+            else:
+                self._unscale(optimizer, turn, scale)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups")
+            raise
+
+    @not_compiled
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales unless that is done, then calls the optimizer's step if all is finite.
+
+        Args:
+            optimizer: Any object with `param_groups` and `step`.
+            *args: Passed on.
+            **kwargs: Passed on; `closure` is refused. One among `args` that calls `backward` warns.
+
+        Returns:
+            What `optimizer.step` returned, or None if the step was skipped. In a CUDA graph what it
+            returned while it was captured: whether a step is skipped is decided at each replay.
+
+        Raises:
+            AssertionError: If nothing was scaled yet, or no gradient was found.
+            RuntimeError: If called twice since the last `update`, with a closure, or under a
+                capture that cannot skip the step; its text names what can.
+            ValueError: As `unscale_`.
+        """
+        overridden = overrides(self, _HOOKS)
+        if not self._enabled or "closure" in kwargs:
+            return self._torchs_step(optimizer, args, kwargs)
+        result: float | None
+        scale = self._scale
+        if scale is None or self._growth_tracker is None:
+            if overridden and not self._is_guard:
+                return self._torchs_step(optimizer, args, kwargs)
+            scale = self._checked_scale("step", optimizer)
+        turn = self._turn(optimizer)
+        if turn["stage"] is STEPPED:
+            raise add_note(
+                RuntimeError("step() has already been called since the last update()."), ONCE
+            )
+        if turn.agreement is not None and turn["stage"] is not READY:
+            self._agree(turn, turn.agreement, scale.device)  # retries a collective that failed
+        was_late = turn.is_late
+        if was_late:
+            self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
+        try:
+            if overridden:
+                result = self._step_hooked(optimizer, turn, args, kwargs)
+            # One that was to divide still has scaled gradients.
+            elif divides_by_itself(optimizer) or turn.divisor is not None:
+                result = self._step_fused(optimizer, turn, scale, args, kwargs)
+            else:
+                if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
+                    # Here, or the gradients would count as unscaled.
+                    cuda_graphs.require_skippable(optimizer)
+                if turn["stage"] is READY:
+                    self._unscale(optimizer, turn, scale)
+                if not turn["found_inf_per_device"]:
+                    raise no_inf_checks(optimizer)
+                result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups", "step")
+            if turn["stage"] is UNSCALED and not turn["found_inf_per_device"]:
+                add_note(error, why_unchecked(optimizer))  # torch's fused optimizers fail then
+            raise
+        turn["stage"] = STEPPED
+        if turn.is_late != was_late:
+            self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
+        return result
+
+    @not_compiled
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Updates the scale from the flags of this iteration, or sets it; no host sync.
+
+        Args:
+            new_scale: A float or a one-element tensor on the scaler's device type; None for the
+                automatic update.
+
+        Raises:
+            AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
+                is not as described.
+            FloatingPointError: With `max_skips`.
+            ValueError: If `new_scale` is given and the scale is always 1, as a `StepGuard`'s.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._end_iteration(is_step=self._set_scale(new_scale))
+            return
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None or overrides(self, _HOOKS):
+            if scale is None and self._is_guard:
+                raise nothing_checked()
+            scale, growth_tracker = self._check_scale_growth_tracker("update")
+        flags = self._flags(scale)
+        if not flags:
+            raise nothing_checked()
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        self._loss_scale.update_(scale, growth_tracker, flags, factors, self._kernels)
+        self._end_iteration()
+
+    @not_compiled
+    def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
+        """`step` for each optimizer, then `update`; on a GPU one launch does it and the last check.
+
+        While the last optimizer steps, `get_scale()` may be the next scale already, and changes to
+        the scaler may come too late for the update. If it raises, the scale is restored.
+
+        Args:
+            *optimizers: As for `step`.
+
+        Returns:
+            What `step` returned for each.
+
+        Raises:
+            TypeError: If a list or tuple is given instead of an optimizer; else as `step` and
+                `update`.
+        """
+        for optimizer in optimizers:
+            if isinstance(optimizer, (list, tuple)):
+                raise TypeError(
+                    "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
+                    f"got a {type(optimizer).__name__}"
+                )
+        ending, results = None, []
+        for optimizer in optimizers[:-1]:
+            results.append(self.step(optimizer))
+        if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
+            scale, growth_tracker = self._scale, self._growth_tracker
+            if scale is None or growth_tracker is None:
+                self._checked_scale("step", optimizers[-1])
+                scale, growth_tracker = self._check_scale_growth_tracker("step")
+            if isinstance(self._kernels, DeviceKernels):
+                others = self._flags(scale, but=id(optimizers[-1]))
+                flags = [moved(flag, scale.device) for flag in others] if others else []
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                given = (scale, growth_tracker, flags, factors)
+                ending = self._loss_scale.ending(*given, self._kernels)
+        try:
+            for optimizer in optimizers[-1:]:
+                if ending is not None:
+                    self._turn(optimizer).ending = ending
+                results.append(self.step(optimizer))
+        except BaseException:
+            if ending is not None:
+                self._turn(optimizers[-1]).ending = None
+                ending.undo()
+            raise
+        if ending is not None and ending.applied:
+            self._end_iteration()
+        else:
+            self.update()
+        return results
+
+    @not_compiled
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        max_norm: float | NormLimit,
+        norm_type: float = 2.0,
+        *,
+        in_place: bool = True,
+        skip_above: float | Sigmas | None = None,
+    ) -> Tensor:
+        """Unscales gradients and clips them by their total norm; no host sync.
+
+        Instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`: one read for check and norm,
+        one pass that unscales and multiplies by min(1, max_norm / (norm + 1e-6)). Later writes to
+        the gradients are not checked. The step of an inf or NaN norm is skipped, unless only
+        the norm of finite gradients overflows, which makes them 0, as in torch.
+
+        Args:
+            optimizer: Any object with `param_groups`, or a list or tuple of them, which are clipped
+                by their joint norm and skipped together.
+            max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes, and with
+                a scale that is always 1 writes none. `Percentile` or `ZScore` for a limit that
+                follows the norms of the steps taken by these optimizers, which are known by the
+                first one; decided on the device, by torch's ops.
+            norm_type: Above 0; "inf" for the largest magnitude. torch's ops take orders other than
+                2 and infinity.
+            in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
+                scale / coefficient for it; they count as 0 where that overflows float32. One with
+                the older `grad_scaler` keyword is still clipped in place.
+            skip_above: Norm before clipping above which the step is skipped as after an overflow,
+                but the scale and its growth tracker stay: a number, at least 0, or `Sigmas` for a
+                limit that follows the norms of the steps taken by these optimizers, which are known
+                by the first one. Decided on the device. Ignored if the scaler is disabled. None for
+                the scaler's attribute of this name.
+
+        Returns:
+            The norm before clipping: a new 0-dim tensor on the device of the first gradients,
+            float32, or float64 if a gradient is. On GPUs, squares of float32 and 16-bit gradients
+            are summed in float32 over windows of 8 KiB, where they may overflow or vanish.
+
+        Raises:
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: After `unscale_`, `clip_grad_norm_` or `step` since the last `update`.
+            TypeError: If an argument has the wrong type.
+            ValueError: If `max_norm`, `norm_type` or `skip_above` is out of range, an optimizer is
+                given twice or cannot take `in_place=False`, or as `unscale_`.
+        """
+        limit, order = max_norm, global_norm.order_of(norm_type)
+        if type(limit) is not float or not limit >= 0:
+            limit = limit_of(limit)
+        highest = skip_limit_of(self._skip_above if skip_above is None else skip_above)
+        if not isinstance(in_place, bool):
+            raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
+        optimizers = global_norm.optimizers_of(optimizer)
+        defers = [False] * len(optimizers)
+        if not self._enabled:
+            return self._clip(optimizers, None, limit, order, None, defers)
+        scale, overridden = self._scale, overrides(self, _HOOKS)
+        if scale is None or self._growth_tracker is None or overridden:
+            scale = self._checked_scale("clip_grad_norm_", *optimizers)
+        for each in optimizers:
+            state = self._per_optimizer_states.get(id(each), NO_TURN)
+            if state["stage"] is not READY:
+                raise not_ready(
+                    state,
+                    "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
+                    f"before step(). The optimizer: {type(each).__name__}.",
+                )
+        for number, each in enumerate(optimizers if not in_place else ()):
+            defers[number] = global_norm.can_defer(each, overridden)
+        spikes = None
+        if highest is not None:
+            spikes = self._spike_rules.rule(optimizers, highest, scale.device)
+        norm: Tensor | None = None
+        if len(optimizers) == 1 and not overridden and not defers[0]:
+            turn = self._turn(optimizers[0])
+            norm = self._clip_over(optimizers[0], turn, scale, limit, order, spikes)
+        if norm is None:
+            norm = self._clip(optimizers, scale, limit, order, spikes, defers, overridden)
+        self._record(optimizers, norm, order, spikes)
+        return norm
+
+    @not_compiled
+    def grad_norm(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        norm_type: float = 2.0,
+    ) -> Tensor:
+        """Returns the total norm of the unscaled gradients, which it only reads; no host sync.
+
+        Sparse gradients are coalesced. Where ranks agree, all of them must call this.
+
+        Args:
+            optimizer: As for `clip_grad_norm_`; unscaled already or not.
+            norm_type: As for `clip_grad_norm_`.
+
+        Returns:
+            As `clip_grad_norm_`. After `clip_grad_norm_` that of the clipped gradients, but with
+            `in_place=False`, which leaves them, that before clipping.
+
+        Raises:
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: After `step`.
+            TypeError: If an argument has the wrong type.
+            ValueError: If `norm_type` is out of range or an optimizer is given twice.
+        """
+        optimizers, order = global_norm.optimizers_of(optimizer), global_norm.order_of(norm_type)
+        known: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
+        turns = [known.get(id(each), NO_TURN) for each in optimizers]
+        scale: Tensor | None = None
+        if self._enabled:
+            scale = self._checked_scale("grad_norm", *optimizers)
+            if any(turn["stage"] is STEPPED for turn in turns):
+                raise add_note(RuntimeError("grad_norm() is being called after step()."), ONCE)
+        scales = [None if is_unscaled(turn) else scale for turn in turns]
+        norm = self._measure(optimizers, scales, order, scale)
+        if self._enabled and all(turn["stage"] is READY for turn in turns):
+            # Else it may be of gradients that were clipped.
+            self._loss_scale.record_norm(optimizers, norm, order)
+        return norm
+
+    def get_scale(self) -> float:
+        """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
+        if self._enabled:
+            refuse_capture("a scale that the host reads", "read it after the replay")
+        scale = super().get_scale()
+        if scale == 0.0 and not self._warned_of_zero:
+            self._warned_of_zero = True
+            warn_caller(
+                "The scale is 0 and cannot recover: every step will be skipped. Set it with "
+                "update(new_scale), and look for NaN in the model or its input."
+            )
+        return scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's; with limits, `dynamic=False` or norms of steps one more, "ampfast"."""
+        state = super().state_dict()
+        loss_scale, norms = self._loss_scale, self._spike_rules.accepted_norms()
+        histories, is_torchs = self._norm_histories.saved(), self._loss_scale.limits.is_torchs
+        if self._enabled and (norms or histories or not self._dynamic or not is_torchs):
+            entry = {} if is_torchs else loss_scale.state_dict()
+            # Without norms, too: torch.distributed.checkpoint loads only what is there already.
+            state["ampfast"] = {**entry, "norms": norms, "limits": histories}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where a checkpoint was saved, of this class or of torch's.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            KeyError: If it is no scaler's checkpoint.
+            RuntimeError: If the checkpoint is of a disabled scaler.
+            ValueError: If it is of a scaler with other limits or hysteresis, its entry "ampfast" is
+                damaged, its scale is not the 1 that this one's always is, or only one of the two is
+                static. Nothing is loaded then. As with torch, a scaler without limits and
+                hysteresis becomes static, with a warning where the checkpoint is of one with
+                `dynamic=False`.
+        """
+        if not self._enabled or len(state_dict) == 0:
+            super().load_state_dict(state_dict)  # which does nothing, or raises
+            return
+        try:
+            if not self._dynamic:
+                require_static(state_dict, is_guard=self._is_guard)
+            tolerated = self._loss_scale.require_loadable(state_dict)
+            entry = entry_of(state_dict)
+            norms = require_accepted_norms(entry.get("norms", []))
+            histories = require_histories(entry.get("limits", []))
+            # A static scaler has an interval of 0.
+            if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
+                warn_caller(
+                    "This checkpoint is of a scaler whose scale never changes, such as a "
+                    "StepGuard: from now on this scaler's stays "
+                    f"{state_dict.get('scale')}. To go on with a scale that grows and backs off, "
+                    "do not load it."
+                )
+            super().load_state_dict(state_dict)
+        except KeyError as error:
+            explain_missing(error, state_dict)
+            raise
+        self._spike_rules.load(norms)
+        self._norm_histories.load(histories)
+        self._loss_scale.load(tolerated)
+        self._loss_scale.reset_skips()
+        self._skip_watch.restart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in _OF_THIS_PROCESS:
+            state.pop(name, None)
+        if self._ranks.is_alone:
+            state.pop("_ranks", None)
+        # A shallow copy of a scaler has its own counts, too.
+        state["_loss_scale"] = copy.deepcopy(self._loss_scale)
+        state["_spike_rules"] = copy.deepcopy(self._spike_rules)
+        state["_norm_histories"] = copy.deepcopy(self._norm_histories)
+        state["_skip_watch"] = copy.deepcopy(self._skip_watch)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in _OF_THIS_PROCESS:
+            self.__dict__.pop(name, None)
+        # A pickle of torch before 2.3 has no device.
+        super().__setstate__({"_device": "cuda", **state})
+
+    # torch's private methods, which subclasses override and other projects call.
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if str(dev) != "cpu":
+            refuse_capture("the creation of the scale, which every replay would reset")
+        with torch.inference_mode(False):
+            super()._lazy_init_scale_growth_tracker(dev)
+        if self._scale is not None:
+            self._loss_scale.words_on(self._scale.device)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool | None = None,
+    ) -> dict[torch.device, Tensor]:
+        if allow_fp16 is None:
+            allow_fp16 = self._allow_fp16  # FSDP's scaler need not pass it
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
+        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))[0]
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
+        if overrides(self, _HOOKS):
+            TorchGradScaler._check_inf_per_device(self, optimizer)
+            return self._agree_beside_hooks(optimizer)
+        scale = self._checked_scale("_check_inf_per_device", optimizer)
+        flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale)
+        self._turn(optimizer)["found_inf_per_device"] = flags
+        return flags
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        flags = optimizer_state["found_inf_per_device"]
+        found = is_found(flags)
+        if found is None:
+            on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
+            if on_gpu and is_capturing():
+                with cuda_graphs.skipped_where(flags.values()):
+                    result: float | None = optimizer.step(*args, **kwargs)
+                return result
+            if len(on_gpu) > 1:
+                # In one place, so that the host waits once.
+                place = on_gpu[0].device
+                total = sum(moved(flag, place) for flag in on_gpu)
+                flags = {key: flag for key, flag in flags.items() if not flag.is_cuda}
+                flags[place] = total
+            found = bool(sum(flag.item() for flag in flags.values()))
+        return None if found else optimizer.step(*args, **kwargs)
+
+    def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
+        # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
+        # unscales again.
+        steps = bool(turn["found_inf_per_device"]) or divides_by_itself(optimizer)
+        if steps and turn["stage"] is not READY and not self._warned_of_backward:
+            self._warned_of_backward = True
+            warn_caller(text.format(type(optimizer).__name__))
+
+    # The steps of the state machine.
+
+    def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
+        """`unscale_` for an optimizer whose turn it is."""
+        if self._norm_limit is not None:
+            self._unscale_below(self._norm_limit, optimizer, turn, scale, defers=False)
+            return
+        work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
+        if self._is_guard and isinstance(optimizer, MasterWeights):
+            work = _CASTING
+        if turn.ending is not None:
+            work, turn.ending = riding(work, turn.ending), None
+        self._pass(optimizer, turn, work, scale)
+
+    # What the steps above ask for.
+
+    def _set_scale(self, new_scale: float | Tensor) -> bool:
+        """Takes a scale from the caller; whether the flags of this iteration count as a step."""
+        if self._is_guard:
+            raise ValueError(
+                f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False "
+                "and init_scale=1"
+            )
+        scale, tracker = self._scale, self._growth_tracker
+        before = None if scale is None else scale.detach().to(torch.float32, copy=True)
+        flags = [] if scale is None else self._flags(scale)
+        super().update(new_scale)
+        is_step = False
+        if before is not None and tracker is not None and flags:
+            is_step = True
+            given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
+            self._loss_scale.update_(*given, self._kernels)
+        return is_step
+
+    def _end_iteration(self, *, is_step: bool = True) -> None:
+        """Ends an iteration, which counts as a step unless the caller only set the scale."""
+        self._per_optimizer_states = defaultdict(new_turn)
+        loss_scale = self._loss_scale
+        loss_scale.norms = {}
+        if self._skip_above is not None and is_step:
+            self._spike_rules.end_iteration()
+        if is_step:
+            watch, words = self._skip_watch, loss_scale.words
+            watch.due -= 1
+            if watch.due <= 0 and words is not None and watch.ends(words):
+                raise watch.error(self.stats(), self._report_or_reason())
+
+
+def _power_of_2(scale: float) -> str:
+    """A scale for readers: 2^20, or a number."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 and exponent > 1 else f"{scale:g}"
+
+
+# The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run.
+_HOOKS = original_methods(
+    GradScaler,
+    *("_unscale_grads_", "_check_inf_per_device", "unscale_"),
+    *("_check_scale_growth_tracker", "_get_scale_async"),
+)
+_MAYBE_STEP = original_methods(GradScaler, "_maybe_opt_step")
+_ALL_HOOKS = original_methods(
+    GradScaler,
+    *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_"),
+    *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
+    *("step", "update"),
+)
+GradScaler._originals = (_HOOKS, _MAYBE_STEP, _ALL_HOOKS)

@@ -1,0 +1,79 @@
+"""Backwards that write gradients which are unscaled already, as in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast.scaler.turn import Turn
+
+WARNING = (
+    "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
+    "neither unscaled nor checked them: this step takes them as they are, perhaps too large by the "
+    "factor of the scale. Call unscale_() after the last backward(), and update() at the end of "
+    "every iteration, as of a notebook's cell that was stopped before it"
+)
+OF_A_CLOSURE = (
+    "a backward() within the step() of this {} has written gradients, as of a closure: they were "
+    "neither unscaled nor checked, and the parameters may be wrong by the factor of the scale. "
+    "Give each backward() its own unscale_() and update(), and step() no closure"
+)
+
+
+def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> Any:
+    """Marks the turns of optimizers whose gradients a backward of `scaled` will write as late.
+
+    Comparing gradients before and after the backward tells it from a clip, which writes them, too.
+
+    Args:
+        scaled: What `scale` returns.
+        unscaled: Optimizers and their turns, which are marked at the end of the backward.
+
+    Returns:
+        `scaled`, or what replaces an iterator.
+    """
+
+    def compare_after(_: Tensor) -> None:
+        before = [_versions(optimizer) for optimizer, _ in unscaled]
+
+        def compare() -> None:
+            for (optimizer, turn), versions in zip(unscaled, before, strict=True):
+                if _versions(optimizer) != versions:
+                    turn.is_late = True
+
+        torch.autograd.Variable._execution_engine.queue_callback(compare)
+
+    def hook(each: Tensor) -> None:
+        if each.requires_grad:
+            each.register_hook(compare_after)
+
+    return visited(scaled, hook) if unscaled else scaled
+
+
+def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:
+    """Visits the tensors that `scale` takes or returns.
+
+    Returns:
+        `outputs`, or what replaces an iterator, whose tensors are visited as it is used.
+    """
+    if isinstance(outputs, Tensor):
+        visit(outputs)
+    elif isinstance(outputs, (list, tuple)):
+        for each in outputs:
+            visited(each, visit)
+    elif isinstance(outputs, Iterable):
+        return map(partial(visited, visit=visit), outputs)
+    return outputs
+
+
+def _versions(optimizer: Any) -> list[tuple[int, int]]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Reading the gradient of a non-leaf tensor warns.
+    grads = [param.grad for param in params if param.is_leaf or param.retains_grad]
+    return [
+        (id(grad), 0 if grad is None or grad.is_inference() else grad._version) for grad in grads
+    ]

@@ -1,0 +1,254 @@
+"""Mistakes of training loops on which torch is silent, looked for in the first iterations."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from functools import wraps
+from itertools import count
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast.backends.core import overrides
+from ampfast.backends.cuda_graphs import is_capturing
+from ampfast.clip import torch_functions
+from ampfast.errors import not_compiled, warn_caller
+from ampfast.scaler.overrides import replace_method
+from ampfast.scaler.turn import READY, STEPPED, is_unscaled
+
+# Updates, of all scalers, after which the checks are over.
+_ITERATIONS = 32
+# Iterations in a row without the scale, after which scale() counts as forgotten.
+_FORGOTTEN = 3
+# Methods that read the scale for their caller, and the modules whose own reads do not count.
+_READERS = ("get_scale", "_get_scale_async", "state_dict")
+_LIBRARY = ("ampfast.", "torch.amp.grad_scaler.", "torch.distributed.fsdp.")
+
+_CLIPPED = (
+    "{} clipped gradients of this {} that were not unscaled yet: they are multiplied by the scale, "
+    "{:g}, and max_norm is not. Call scaler.unscale_(optimizer) before the clip."
+)
+_UNUSED = (
+    "{} of this {} divides gradients by the scale, {:g}, but scale() was not called in "
+    f"{_FORGOTTEN} iterations: is a loss.backward() to be scaler.scale(loss).backward()?"
+)
+_TWICE = (
+    "{} divides gradients of this {} by the scale, {:g}, a second time: unscale_() has done it "
+    "before the last update(), and no backward() has written them since. Call unscale_() only in "
+    "iterations that call step()."
+)
+
+# Gradients as they were: a weak reference to each, and its version.
+_Versions = list[tuple[weakref.ref[Tensor], int]]
+
+
+class _Loop:
+    """What the loop of one scaler did.
+
+    Attributes:
+        has_read: Whether it ever read the scale, by which it may multiply or divide.
+        has_scaled: Whether it ever called `scale`.
+        has_used: Whether it did one of both in this iteration.
+        scaled_at: When it first called `scale` in this iteration.
+        unused: The last iterations in a row in which it used no scale.
+        left: By the id of an optimizer that was unscaled and not stepped, its gradients.
+    """
+
+    def __init__(self) -> None:
+        self.has_read = self.has_scaled = self.has_used = False
+        self.scaled_at, self.unused = math.inf, 0
+        self.left: dict[int, _Versions] = {}
+
+
+class _LoopChecks:
+    """Watches the methods of a class of scalers, and torch's clipping, for some iterations."""
+
+    def __init__(self, kind: Any, *, is_whole: bool) -> None:
+        self._kind, self._is_whole, self._is_over = kind, is_whole, False
+        self._loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
+        self._clock, self._updates, self._told = count(), 0, set[str]()
+        # By the id of a clipped gradient: a reference to it, its version, the time, the limit.
+        self._clips: dict[int, tuple[weakref.ref[Tensor], int, int, float]] = {}
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
+        seen["_set_scale"] = self._sets
+        seen |= dict.fromkeys(("unscale_", "step", "clip_grad_norm_"), self._before_division)
+        for name, see in seen.items():
+            self._replace(kind, name, self._watched(vars(kind)[name], see))
+        kind._scale = property(self._get_scale, _set_scale)
+        torch_functions.on_clip = self.see_clip
+        if is_whole:
+            utils = torch.nn.utils
+            for place, name in (
+                (utils, "clip_grad_norm_"),
+                (utils.clip_grad, "clip_grad_norm_"),
+                (utils, "clip_grads_with_norm_"),
+            ):
+                torchs = getattr(place, name)
+                if torchs is getattr(torch_functions, f"torch_{name}"):
+                    self._replace(place, name, self._seen_clipping(torchs))
+
+    def _replace(self, place: Any, name: str, ours: Any) -> None:
+        self._replaced.append((place, name, vars(place)[name], ours))
+        (replace_method if place is self._kind else setattr)(place, name, ours)
+
+    def remove(self) -> None:
+        """Ends the checks, and what they cost."""
+        if self._is_over:
+            return
+        self._is_over, self._clips = True, {}
+        torch_functions.on_clip = None
+        del self._kind._scale
+        for place, name, original, ours in self._replaced:
+            if vars(place)[name] is ours:
+                (replace_method if place is self._kind else setattr)(place, name, original)
+
+    def _watched(self, method: Any, see: Callable[..., None]) -> Any:
+        @wraps(method)
+        def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            is_off = self._is_over or torch.compiler.is_compiling() or not scaler._enabled
+            # A guard's scale is 1, and a constant one may be known to the loop.
+            if not is_off and scaler._dynamic and not is_capturing():
+                see(scaler, self._loops.setdefault(scaler, _Loop()), *args, **kwargs)
+            return method(scaler, *args, **kwargs)
+
+        return call if see == self._scales else not_compiled(call)
+
+    def _seen_clipping(self, function: Any) -> Any:
+        @wraps(function)
+        def call(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_over or torch.compiler.is_compiling():
+                return function(parameters, max_norm, *args, **kwargs)
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            # torch warns of an empty generator.
+            result = function(listed or parameters, max_norm, *args, **kwargs)
+            self.see_clip(listed, max_norm)
+            return result
+
+        return call
+
+    def see_clip(self, params: list[Tensor], max_norm: Any) -> None:
+        """Keeps which gradients were clipped; what only measures has no finite limit."""
+        if isinstance(max_norm, Real) and max_norm < math.inf:
+            at = next(self._clock)
+            for grad in _grads_of(params):
+                self._clips[id(grad)] = weakref.ref(grad), grad._version, at, float(max_norm)
+
+    def _get_scale(self, scaler: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            frame = sys._getframe(1)
+            while frame.f_code.co_name in _READERS and frame.f_back is not None:
+                frame = frame.f_back
+            if not f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARY):
+                loop = self._loops.setdefault(scaler, _Loop())
+                loop.has_read = loop.has_used = True
+        try:
+            return vars(scaler)["_scale"]
+        except KeyError:
+            raise AttributeError("_scale") from None
+
+    def _scales(self, scaler: Any, loop: _Loop, *_: Any, **__: Any) -> None:
+        loop.has_scaled = loop.has_used = True
+        loop.scaled_at = min(loop.scaled_at, next(self._clock))
+
+    def _before_division(
+        self, scaler: Any, loop: _Loop, optimizer: Any, *_: Any, **__: Any
+    ) -> None:
+        if overrides(scaler, self._kind._originals[0]):
+            return  # who knows what it divides
+        for each in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
+            turn = scaler._per_optimizer_states.get(id(each))
+            if turn is not None and turn["stage"] is not READY:
+                continue
+            grads = _grads_of_optimizer(each)
+            if _are(grads, loop.left.pop(id(each), [])):
+                self._tell(_TWICE, "unscaling", each, scaler)
+            limits = []
+            for grad in grads:
+                ref, version, at, limit = self._clips.get(id(grad), (None, 0, 0, 0.0))
+                is_clipped = ref is not None and ref() is grad and grad._version == version
+                limits += [limit] if is_clipped and at > loop.scaled_at else []
+            if limits and not loop.has_read:
+                self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
+
+    def _sets(self, scaler: Any, loop: _Loop, *_: Any) -> None:
+        loop.has_read = True
+
+    def _ends(self, scaler: Any, loop: _Loop, **_: bool) -> None:
+        loop.unused = 0 if loop.has_used else loop.unused + 1
+        turns = scaler._per_optimizer_states
+        for optimizer, turn in scaler._last_turns if self._is_whole else ():
+            if turns.get(id(optimizer)) is not turn:
+                continue
+            if turn["stage"] is not STEPPED and is_unscaled(turn):
+                grads = _grads_of_optimizer(optimizer)
+                loop.left[id(optimizer)] = [(weakref.ref(grad), grad._version) for grad in grads]
+            # One that overrides scale() may scale without ours.
+            is_ours = type(scaler).scale is vars(self._kind)["scale"] and "scale" not in vars(
+                scaler
+            )
+            if loop.unused >= _FORGOTTEN and loop.has_scaled and is_ours:
+                self._tell(_UNUSED, "step()", optimizer, scaler)
+        loop.scaled_at, loop.has_used = math.inf, False
+        self._updates += 1
+        if self._updates >= _ITERATIONS:
+            self.remove()
+
+    def _tell(self, text: str, call: str, optimizer: Any, scaler: Any, least: float = 1.0) -> None:
+        """Warns once, unless the scale is 1 or a limit is as large, as one times the scale is."""
+        if text not in self._told and scaler._scale is not None:
+            scale = float(scaler._scale)
+            if scale > max(least, 1.0):
+                self._told.add(text)
+                warn_caller(text.format(call, type(optimizer).__name__, scale))
+
+
+def _set_scale(scaler: Any, value: Any) -> None:
+    vars(scaler)["_scale"] = value
+
+
+def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:
+    # Reading the gradient of a non-leaf tensor warns; one made under inference has no version.
+    found = (param.grad for param in params if param.is_leaf or param.retains_grad)
+    return [grad for grad in found if grad is not None and not grad.is_inference()]
+
+
+def _grads_of_optimizer(optimizer: Any) -> list[Tensor]:
+    groups = getattr(optimizer, "param_groups", ())
+    return _grads_of(param for group in groups for param in group["params"])
+
+
+def _are(grads: list[Tensor], before: _Versions) -> bool:
+    """Whether these are the gradients of before, which nothing has written since."""
+    pairs = zip(grads, before, strict=False)
+    is_same = all(ref() is grad and grad._version == version for grad, (ref, version) in pairs)
+    return is_same and len(grads) == len(before) > 0
+
+
+_current: _LoopChecks | None = None
+
+
+def start(kind: Any, *, is_whole: bool = False) -> None:
+    """Looks for mistakes from now on; ends earlier checks.
+
+    Args:
+        kind: The class of scalers.
+        is_whole: Whether to look for the mistakes of which `run` warns, too, and to watch torch's
+            own clipping functions; else `patch(clip_grad_norm=True)` has replaced them.
+    """
+    global _current
+    stop()
+    _current = _LoopChecks(kind, is_whole=is_whole)
+
+
+def stop() -> None:
+    """Ends the checks."""
+    global _current
+    if _current is not None:
+        _current.remove()
+        _current = None

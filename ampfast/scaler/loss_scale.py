@@ -1,0 +1,357 @@
+"""Limits, device state, counters and history of the loss scale."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast.backends import Kernels, aten, scalars
+from ampfast.backends.core import Update
+from ampfast.backends.core import state_layout as layout
+from ampfast.backends.cuda_graphs import refuse_capture
+from ampfast.backends.gpu import DeviceKernels, Ending
+from ampfast.errors import add_note, float_of
+from ampfast.scaler.history import History, ScalerStats
+
+_COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits and hysteresis of a scale, as `GradScaler` describes them."""
+
+    min_scale: float | None = None
+    max_scale: float | None = None
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("min_scale", "max_scale"):
+            limit = getattr(self, name)
+            if limit is None:
+                continue
+            value = float_of(name, limit, " or None")
+            if not 0 < ctypes.c_float(value).value < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite in float32, got {value}")
+            object.__setattr__(self, name, value)
+        least, most = self.min_scale, self.max_scale
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"min_scale must not be above max_scale, got {least} and {most}")
+        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
+            raise TypeError(f"hysteresis must be an int, got {type(self.hysteresis).__name__}")
+        if not 1 <= self.hysteresis < 2**31:
+            raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
+
+    @cached_property
+    def is_torchs(self) -> bool:
+        """Whether the rule is torch's: no limits, no hysteresis."""
+        return self == Limits()
+
+    def require_within(self, init_scale: float) -> None:
+        """Raises ValueError if an initial scale is beyond the limits."""
+        low_enough = self.max_scale is None or init_scale <= self.max_scale
+        if not low_enough or not (self.min_scale is None or init_scale >= self.min_scale):
+            raise ValueError(
+                f"init_scale must be from min_scale to max_scale, got {init_scale} with "
+                f"min_scale={self.min_scale} and max_scale={self.max_scale}"
+            )
+
+    def require_loadable(self, entry: object) -> int:
+        """Returns the hysteresis tracker of a checkpoint's entry.
+
+        Raises:
+            ValueError: If the entry is damaged or of other settings.
+        """
+        settings = asdict(self)
+        names = [*settings, "hysteresis_tracker"]
+        known = {*names, "norms", "limits"}
+        if isinstance(entry, dict) and (unknown := set(entry) - known):
+            found = ", ".join(sorted(map(repr, unknown)))
+            raise ValueError(f"the checkpoint's 'ampfast' entry has unknown keys: {found}")
+        if not isinstance(entry, dict) or not set(names) <= set(entry):
+            raise ValueError(
+                f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
+                f"got {entry!r}"
+            )
+        differences = [
+            f"{name} {entry.get(name)!r} there, {value!r} here"
+            for name, value in settings.items()
+            if entry.get(name) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"the checkpoint is of a scaler with other settings ({'; '.join(differences)}): "
+                "construct the scaler with the checkpoint's, or delete the checkpoint's entry "
+                "'ampfast' to keep this scaler's"
+            )
+        tracker = entry["hysteresis_tracker"]
+        is_int = isinstance(tracker, int) and not isinstance(tracker, bool)
+        if not is_int or not -(2**31) < tracker <= self.hysteresis:
+            raise ValueError(
+                f"the checkpoint's hysteresis_tracker must be an int of at most "
+                f"{self.hysteresis}, got {tracker!r}"
+            )
+        return int(tracker)
+
+
+class LossScale:
+    """Updates of a scale, with limits, counters and history in one int64 tensor.
+
+    Attributes:
+        limits: Limits and hysteresis.
+        words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
+        norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.words: Tensor | None = None
+        self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
+        # What was loaded before there are words.
+        self._tolerated = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint's entry, with a host sync."""
+        # The tracker counts down, as Megatron-LM's.
+        return {**asdict(self.limits), "hysteresis_tracker": self.hysteresis_tracker()}
+
+    def require_loadable(self, state_dict: dict[str, Any]) -> int:
+        """Returns the argument of `load` for a scaler's checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint is damaged, has other limits or, unless
+                the rule is torch's, a static scale.
+        """
+        if not self.limits.is_torchs and is_static(state_dict):
+            raise ValueError(
+                "the checkpoint's scale is static, but this scaler has limits or hysteresis, which "
+                "need a dynamic one"
+            )
+        entry = entry_of(state_dict)
+        if isinstance(entry, dict) and set(entry) <= {"norms", "limits"}:
+            return 0
+        return self.limits.hysteresis - self.limits.require_loadable(entry)
+
+    def load(self, tolerated: int) -> None:
+        """Sets the overflows since growth was last due."""
+        self._tolerated = tolerated
+        if self.words is not None:
+            self.words[layout.TOLERATED] = tolerated
+
+    def update_(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: list[Tensor],
+        factors: tuple[Any, Any, Any],
+        kernels: Kernels,
+    ) -> None:
+        """Updates the scale and the growth tracker in place.
+
+        Args:
+            scale: One-element float32.
+            growth_tracker: One-element int32.
+            found_infs: The flags of this iteration, at least one, on any devices.
+            factors: Growth factor, backoff factor and growth interval; any real numbers.
+            kernels: Kernels for that device.
+        """
+        norm = self.joint_norm(scale.device) if self.norms else None
+        words = self.words_on(scale.device) if self.words is None else self.words
+        fields = (scale, growth_tracker, found_infs, *factors, words, norm)
+        update = tuple.__new__(Update, fields)  # without a Python frame
+        # The first try is declined where a flag is on another device or a factor is no float.
+        if not kernels.update(update):
+            there = [scalars.moved(flag, scale.device) for flag in found_infs]
+            update = update._replace(found_infs=there, state=self.words_on(scale.device))
+            numbers = _factors(factors)
+            if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
+                aten.update(update, self.limits, bool(self.norms))
+
+    def ending(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: list[Tensor],
+        factors: tuple[Any, Any, Any],
+        kernels: DeviceKernels,
+    ) -> Ending | None:
+        """Returns an update for the last program of a check, or None if it cannot be there."""
+        is_known = list(map(type, factors)) == [float, float, int]
+        numbers = factors if is_known else _factors(factors)
+        if numbers is None:
+            return None
+        words, norm = self.words, self.joint_norm(scale.device) if self.norms else None
+        if words is None or words.device != scale.device:
+            words = self.words_on(scale.device)
+        fields = (scale, growth_tracker, found_infs, *numbers, words, norm)
+        return kernels.ending(tuple.__new__(Update, fields))
+
+    def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
+        """Records the joint norm of these optimizers' gradients for the history.
+
+        It replaces norms of subsets, unless one of a superset is recorded.
+        """
+        ids = frozenset(map(id, optimizers))
+        if not self.norms:
+            self.norms = {ids: (norm, order)}
+            return
+        if not any(ids < others for others in self.norms):
+            kept = {others: entry for others, entry in self.norms.items() if not ids & others}
+            self.norms = {**kept, ids: (norm, order)}
+
+    def joint_norm(self, device: torch.device) -> Tensor | None:
+        """Returns the joint norm of this iteration's norms, or None if their orders differ."""
+        norms = list(self.norms.values())
+        if len(norms) == 1:
+            return scalars.moved(norms[0][0].detach(), device).float().reshape(())
+        if not norms or any(order != norms[0][1] for _, order in norms):
+            return None
+        parts = [scalars.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
+        # In float64, since the squares of float32 overflow.
+        order, wide = norms[0][1], scalars.widest(device)
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order, dtype=wide)
+        return joint.float()
+
+    def words_on(self, device: torch.device) -> Tensor:
+        """Returns the words on `device`, created or moved there if necessary."""
+        if self.words is None or self.words.device != device:
+            if device.type != "cpu":
+                refuse_capture("the creation of the scaler's state, which every replay would reset")
+            with torch.inference_mode(False):
+                words = self._new_words() if self.words is None else self.words
+                self.words = words.to(device)
+        return self.words
+
+    def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
+        """Reads the counters with one host sync."""
+        words = self.words_on(scale.device)
+        now = [
+            scalars.word_of(scale.detach().reshape(1)),
+            growth_tracker.detach().reshape(1).long(),
+        ]
+        *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
+        word = scalars.allocate(torch.tensor, scale_word, dtype=torch.int64, device="cpu")
+        read = scalars.float_of(word).item()
+        counts = {name: counters[getattr(layout, name.upper())] for name in _COUNTS}
+        return ScalerStats(**counts, scale=read, growth_tracker=tracker)
+
+    def history(self) -> History:
+        """Reads the ring with one host sync."""
+        words = self._new_words() if self.words is None else self.words.cpu()
+        end = int(words[layout.STEPS])
+        step = torch.arange(max(0, end - layout.RING_STEPS), end, device="cpu")
+        ring = words[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)
+        entries = ring[step % layout.RING_STEPS]
+        status = entries[:, layout.RING_STATUS]
+        has_norm = status & 2 != 0
+        norm = scalars.float_of(entries[:, layout.RING_NORM])
+        return History(
+            step=step,
+            scale=scalars.float_of(entries[:, layout.RING_SCALE]),
+            skipped=status & 1 != 0,
+            grad_norm=norm.masked_fill(~has_norm, math.nan),
+            has_norm=has_norm,
+            spiked=status & 4 != 0,
+        )
+
+    def hysteresis_tracker(self) -> int:
+        """Returns the number of overflows until the scale backs off, with a host sync."""
+        tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
+        return self.limits.hysteresis - tolerated
+
+    def reset_skips(self) -> None:
+        """Restarts the count of steps skipped in a row, as a training continues elsewhere."""
+        if self.words is not None:
+            self.words[layout.CONSECUTIVE_SKIPS] = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "norms": {}}
+        if self.words is not None:
+            # As numbers, since a pickled tensor would be shared with other processes.
+            words = self.words.tolist()
+            steps = min(words[layout.STEPS], layout.RING_STEPS)
+            state["words"] = words[: layout.RING + steps * layout.RING_WORDS]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, words=None)
+        if state["words"] is not None:
+            given = scalars.allocate(torch.tensor, state["words"], dtype=torch.int64, device="cpu")
+            self.words_on(given.device)[: len(given)] = given
+
+    def _new_words(self) -> Tensor:
+        words = scalars.allocate(torch.zeros, layout.STATE_WORDS, dtype=torch.int64, device="cpu")
+        limits = {layout.MIN_SCALE: self.limits.min_scale, layout.MAX_SCALE: self.limits.max_scale}
+        for word, limit in limits.items():
+            number = limit or 0.0
+            given = scalars.allocate(torch.tensor, number, dtype=torch.float32, device="cpu")
+            words[word] = scalars.word_of(given)
+        words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
+        words[layout.TOLERATED] = self._tolerated
+        return words
+
+
+def entry_of(state_dict: dict[str, Any]) -> Any:
+    """The entry of ours in a scaler's checkpoint; without one that of a scaler by torch's rule.
+
+    The checkpoint may be no dict for torch to refuse.
+    """
+    if "ampfast" not in state_dict:
+        return {"norms": []}
+    return state_dict["ampfast"]
+
+
+def is_static(state_dict: dict[str, Any]) -> bool:
+    """Whether a scaler's checkpoint has a static scale."""
+    return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
+
+
+def explain_missing(error: KeyError, state_dict: dict[str, Any]) -> None:
+    """Adds a note to the error for a dict that is no scaler's checkpoint."""
+    there = ", ".join(map(str, [*state_dict][:3]))
+    add_note(
+        error,
+        "expected what a scaler's state_dict() returns, a dict of scale, growth_factor, "
+        f"backoff_factor, growth_interval and _growth_tracker; this one begins with {there}: is it "
+        "of a model or an optimizer, or a whole checkpoint?",
+    )
+
+
+def require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
+    """Checks a checkpoint for a scaler with `dynamic=False`; that of a guard is always 1.
+
+    Raises:
+        KeyError: If it is no checkpoint of a scaler.
+        ValueError: If its scale changes, or is another one.
+    """
+    scale, is_fixed = state_dict["scale"], is_static(state_dict)
+    if is_guard and not (is_fixed and scale == 1):
+        raise ValueError(
+            "a guard's scale is always 1, but this is the checkpoint of a scaler whose scale is "
+            f"{scale}{'' if is_fixed else ' and changes'}, as for float16: load it "
+            "into a GradScaler, or begin with the guard as it is"
+        )
+    if not is_fixed:
+        raise ValueError(
+            "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
+            f"growth_interval {state_dict['growth_interval']}, backoff_factor "
+            f"{state_dict['backoff_factor']}"
+        )
+
+
+def _factors(given: tuple[Any, Any, Any]) -> tuple[float, float, int] | None:
+    """Factors for the kernels, or None for torch's op, which accepts or refuses them."""
+    growth_factor, backoff_factor, interval = given
+    if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
+        return None
+    # torch's op accepts numpy's integers, but no bool.
+    if type(interval) is bool or not isinstance(interval, Integral):
+        return None
+    return float(growth_factor), float(backoff_factor), int(interval)

@@ -1,0 +1,98 @@
+"""Methods that a subclass or an instance overrides, and torch's own, which then call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from ampfast.optim.fused_support import (
+    divides_by_itself,
+    explain,
+    legacy_step,
+    no_inf_checks,
+    takes_grad_scaler,
+)
+from ampfast.optim.master_weights import MasterWeights
+from ampfast.scaler.passes import Passes
+from ampfast.scaler.turn import READY, Flags, TorchGradScaler, Turn
+
+Methods = dict[str, Callable[..., Any] | None]
+
+
+def original_methods(kind: type, *names: str) -> Methods:
+    """Returns methods as they are now: what replaces one later, on the class too, is a hook.
+
+    None for one of torch's that something has replaced before.
+    """
+    source = _refresh_per_optimizer_state.__code__.co_filename
+    found: Methods = {}
+    for name in names:
+        method = getattr(kind, name)
+        code = getattr(method, "__code__", None)
+        is_original = name in kind.__dict__ or (code and code.co_filename == source)
+        found[name] = method if is_original else None
+    return found
+
+
+def replace_method(kind: type, name: str, method: Callable[..., Any]) -> None:
+    """Replaces a method of a class by one that only watches it, which is then no hook."""
+    original = vars(kind)[name]
+    setattr(kind, name, method)
+    originals: tuple[Methods, ...] = vars(kind).get("_originals", ())
+    for found in originals:
+        if found.get(name) is original:
+            found[name] = method
+
+
+class HookedSteps(Passes):
+    """Steps by torch's `step`, which calls the hooks of its scaler."""
+
+    def _torchs_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> float | None:
+        try:
+            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
+        except AttributeError as error:
+            explain(error, optimizer, "step")
+            raise
+
+    def _step_hooked(
+        self,
+        optimizer: torch.optim.Optimizer,
+        turn: Turn,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        """torch's `step` where a subclass or an instance overrides one of the hooks.
+
+        Except for an optimizer that torch would misjudge, or warn of at a line of this file.
+        """
+        if isinstance(optimizer, MasterWeights) and turn["stage"] is READY:
+            self.unscale_(optimizer)  # which casts
+        asks = getattr(optimizer, "_step_supports_amp_scaling", False)
+        divides = asks and divides_by_itself(optimizer)
+        is_legacy = divides and takes_grad_scaler(optimizer.step)
+        if not asks or (divides and not is_legacy):
+            return self._torchs_step(optimizer, args, kwargs)
+        self._check_scale_growth_tracker("step")
+        if is_legacy:
+            return legacy_step(optimizer, self, args, kwargs)
+        # A wrapper of one that divides is stepped as a plain optimizer.
+        if turn["stage"] is READY:
+            self.unscale_(optimizer)
+        if not turn["found_inf_per_device"]:
+            raise no_inf_checks(optimizer)
+        return self._maybe_opt_step(optimizer, turn, *args, **kwargs)
+
+    def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
+        """Returns the flags of all ranks, after a hook has decided on this one's."""
+        turn = self._turn(optimizer)
+        agreement = self._ranks.agreement_on(optimizer)
+        flags: Flags = turn["found_inf_per_device"]
+        if agreement is not None and self._scale is not None:
+            turn.agreement = agreement
+            flags = self._agree(turn, agreement, self._scale.device)
+        return flags
