@@ -51,7 +51,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-OTHER_CPP := $(wildcard tests/loops/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/host_cuda/*.cpp tests/support/host_cuda/*.h)
+OTHER_CPP := $(wildcard tests/backends/loops/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/host_cuda/*.cpp tests/support/host_cuda/*.h)
 # In parallel, where pytest-xdist is installed.
 PARALLEL = $(if $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo yes),\
 	-n auto --dist loadgroup --no-loadscope-reorder)
@@ -82,8 +82,10 @@ INSTALLED := $(if $(filter demo,$(MAKECMDGOALS)),$(shell \
 demo: $(if $(INSTALLED),,build/built)  ## train with torch's scaler and with ours: what is equal, what only ours survives
 	$(if $(INSTALLED),$(PYTHON),PYTHONPATH=. $(RUN)) examples/demo.py $(ARGS)
 
+# The tests of the scaler and of its kernels.
+QUICK = $(addprefix tests/,scaler clip diagnose gradients backends/test_*.py test_*.py)
 quick: build/built  ## run the product's own tests, in a minute
-	AMPFAST_FUZZ=60 $(PYTEST) -m "not slow and not sweep" tests/test_*.py $(ARGS)
+	AMPFAST_FUZZ=60 $(PYTEST) -m "not slow and not sweep" $(QUICK) $(ARGS)
 
 test: build/built  ## run the tests that a change can break, in five minutes
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -104,8 +106,8 @@ bench-compare: | $(READY)  ## compare two result files: A=before.json B=after.js
 
 coverage: build/built  ## measure which lines of ampfast/ the tests run
 	rm -rf build/coverage && mkdir build/coverage
-	$(RUN) -m coverage run -m pytest $(PARALLEL) --ignore=tests/test_over_kernels.py $(ARGS)
-	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/device_kernels
+	$(RUN) -m coverage run -m pytest $(PARALLEL) --ignore=tests/backends/test_over_kernels.py $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/backends/device_kernels
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
@@ -144,7 +146,7 @@ format: | $(READY)  ## format every file
 build: build/built  ## build the extension in place, and the CUDA kernels where nvcc is
 
 test-aarch64: build/built  ## compile the core for aarch64 and run its loops under qemu, where these are installed
-	$(RUN) -m pytest -rs tests/loops $(ARGS)
+	$(RUN) -m pytest -rs tests/backends/loops $(ARGS)
 
 test-triton36: build/built build/triton36/.installed  ## test the kernels under the oldest Triton
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync \
@@ -155,14 +157,14 @@ test-triton36: build/built build/triton36/.installed  ## test the kernels under 
 TRITON36 := PYTHONPATH="$(CURDIR)/build/triton36" $(RUN) -m pytest
 
 triton36-compiled:
-	@exec env $(TRITON36) tests/triton_kernels $(ARGS)
+	@exec env $(TRITON36) tests/backends/triton_kernels $(ARGS)
 
 triton36-interpreted:
-	@exec env TRITON_INTERPRET=1 $(TRITON36) $(PARALLEL) tests/device_kernels $(ARGS)
+	@exec env TRITON_INTERPRET=1 $(TRITON36) $(PARALLEL) tests/backends/device_kernels $(ARGS)
 
 triton36-run:
 	@exec env AMPFAST_TEST_KERNELS=triton-sm_90-races $(TRITON36) \
-		tests/device_kernels/test_device_finish.py $(ARGS)
+		tests/backends/device_kernels/test_device_finish.py $(ARGS)
 
 build/triton36/.installed: requirements/triton36.txt build/key
 	rm -rf $(@D)

@@ -33,7 +33,7 @@ _PASSED, _NOTICED, _NOT_TRIED = 0, 1, 2
 ROOT = Path(__file__).parents[1]
 EXPLANATION = "# Equivalent:"
 # Of this process alone; those of ranks and commands start others.
-TESTS = ("tests", "--ignore=tests/distributed", "--ignore=tests/test_over_kernels.py")
+TESTS = ("tests", "--ignore=tests/distributed", "--ignore=tests/backends/test_over_kernels.py")
 
 _PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.LtE)),

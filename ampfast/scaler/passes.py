@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-
 class Passes(TorchGradScaler):
     """Passes over the gradients of optimizers; `GradScaler` is the state machine over them."""
 

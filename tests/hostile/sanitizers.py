@@ -14,23 +14,18 @@ TREE = ROOT / "build" / "hostile" / "sanitized"
 COPIED = ("ampfast", "csrc", "tests", "examples", "setup.py", "pyproject.toml", "README.md")
 # Tests of the extension: on CPU tensors, and of the host side of device kernels.
 TESTS = (
-    *("backends", "bad_input", "clipping", "clipping_deferred"),
-    *("contract", "device_costs", "device_hosts", "differences"),
-    *("differential", "found_inf", "gradient_memory"),
-    *("functional", "grad_list", "hooks"),
-    *("kernels", "overflow_report", "scale_state"),
-    *("state", "step_and_update", "threads"),
-    "widen_narrow",
-    *("companions/test_master_weights", "companions/test_master_weights_costs"),
-    *("companions/test_spikes", "companions/test_step_guard"),
+    *("backends/test_choice", "backends/test_cpu", "backends/test_device_costs"),
+    *("backends/test_device_hosts", "backends/test_threads", "backends/test_widen_narrow"),
+    *("clip/test_clip_deferred", "clip/test_global_norm", "clip/test_sigmas"),
+    *("diagnose/test_overflow_report", "gradients/test_memory", "gradients/test_walk"),
+    *("optim/test_master_weights", "optim/test_master_weights_costs", "scaler/test_bad_input"),
+    *("scaler/test_contract", "scaler/test_differences", "scaler/test_differential"),
+    *("scaler/test_found_inf", "scaler/test_loss_scale", "scaler/test_overrides"),
+    *("scaler/test_state", "scaler/test_step_and_update", "scaler/test_step_guard"),
+    "test_functional",
 )
 # vptr needs type information of torch's classes, which its libraries do not export.
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
-
-
-def file_of(name: str) -> str:
-    """Path of a file of tests, from the root: of `tests/` by its name, of a folder by its path."""
-    return f"tests/{name if '/' in name else f'test_{name}'}.py"
 
 
 def library(name: str) -> str:
@@ -65,7 +60,7 @@ def build() -> None:
 def main() -> int:
     """Builds, runs pytest over the build and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tests", default=",".join(TESTS), help="names of test files")
+    parser.add_argument("--tests", default=",".join(TESTS), help="test files, as scaler/test_state")
     options, more = parser.parse_known_args()
     build()
     # Also C++'s library, or the first exception finds no handler.
@@ -78,7 +73,7 @@ def main() -> int:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONPATH": str(TREE),
     }
-    files = map(file_of, options.tests.split(","))
+    files = (f"tests/{name}.py" for name in options.tests.split(","))
     # Output of a sanitizer at exit is lost when the descriptor is captured.
     command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *files, *more]
     return subprocess.run(command, cwd=TREE, env=environment, check=False).returncode

@@ -13,7 +13,7 @@ import torch
 from ampfast import _C
 
 # Fewer cases than on a GPU.
-sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+sys.path.append(str(Path(__file__).parents[2] / "gpu"))
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from support.cuda_kernels import DOCUMENTED, FLAGS, NVCC, PAGE, SETUP, cells, registers_table
 
-SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "multi_tensor.cu"
+SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "multi_tensor.cu"
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
 REGISTERS = 64
 READ_AHEAD = 4

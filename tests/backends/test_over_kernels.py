@@ -21,16 +21,21 @@ from support import host_cuda
 from support.cuda_kernels import NVCC
 from support.launchers import VARIABLE
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 # Tests that depend on the scaler's kernels.
-OVER_THEM = ("contract", "differences", "state")
-OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report")
+OVER_THEM = ("scaler/test_contract.py", "scaler/test_differences.py", "scaler/test_state.py")
+OVER_COMPILED = (
+    *OVER_THEM,
+    "scaler/test_step_and_update.py",
+    "scaler/test_loss_scale.py",
+    "diagnose/test_overflow_report.py",
+)
 # The oldest architecture converts bfloat16 in software, and Triton's code for the newest multiplies
 # pairs: all values run there, too.
-ALL = "device_kernels"
-VALUES = "device_kernels/test_device_lists.py"
-SHORT = tuple(f"device_kernels/test_device_{name}.py" for name in ("finish", "state"))
+ALL = "backends/device_kernels"
+VALUES = "backends/device_kernels/test_device_lists.py"
+SHORT = tuple(f"backends/device_kernels/test_device_{name}.py" for name in ("finish", "state"))
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,6 @@ class Run:
     in_every_test: bool = False
 
 
-def scaler(*subjects: str) -> tuple[str, ...]:
-    return tuple(f"test_{subject}.py" for subject in subjects)
-
-
 def compiled(name: str) -> dict[str, str]:
     return {VARIABLE: name, "TRITON_INTERPRET": "0"}
 
@@ -63,16 +64,16 @@ OF_TRITON = (
     Run("interpreted", SHORT, in_every_test=True),
     Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
     Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),
-    Run("scaler-interpreted", scaler(*OVER_THEM), {"AMPFAST_BACKEND": "triton"}),
+    Run("scaler-interpreted", OVER_THEM, {"AMPFAST_BACKEND": "triton"}),
 )
 OF_CUDA = (
     Run("cuda-sm_90-races", (ALL,), compiled("cuda-sm_90-races")),
     Run("cuda-sm_75", (VALUES,), compiled("cuda-sm_75")),
-    Run("scaler-cuda-sm_90", scaler(*OVER_COMPILED), compiled("cuda-sm_90")),
+    Run("scaler-cuda-sm_90", OVER_COMPILED, compiled("cuda-sm_90")),
 )
 OF_HOST = (
     Run("cuda-host", (ALL,), compiled("cuda-host"), in_every_test=True),
-    Run("scaler-cuda-host", scaler(*OVER_COMPILED), compiled("cuda-host")),
+    Run("scaler-cuda-host", OVER_COMPILED, compiled("cuda-host")),
     Run("cuda-host-address", (ALL,), compiled("cuda-host-address")),
     Run("cuda-host-thread", SHORT[:1], compiled("cuda-host-thread")),
 )

@@ -14,7 +14,7 @@ from support.cuda_kernels import SETUP
 from support.kernels import CAPABILITIES
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
 LOOPS = (CSRC / "cpu" / "instruction_set.cpp", Path(__file__).with_name("digests.cpp"))
 HERE = (os.environ.get("CXX", "c++").split()[0],)

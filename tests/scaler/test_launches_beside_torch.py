@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ampfast import GradScaler
 
-PAGE = Path(__file__).parents[1] / "docs/kernels.md"
+PAGE = Path(__file__).parents[2] / "docs/kernels.md"
 OURS, HOST = "launch of ampfast's", "memory of the host"
 # Single launches, those over the list (k), bytes of N gradients of b bytes, and waits.
 ONE = Counter(single=1)
