@@ -247,7 +247,7 @@ class _Kernels(DeviceKernels):
 
     def _unobserved(self, call: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
         def over(*args: Any) -> Any:
-            if not cuda_graphs.is_active:
+            if not capture.is_active:
                 return call(*args)
             with _disable_current_modes():
                 return _as(OnGpu, call(*_as(torch.Tensor, args)))
