@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -55,12 +55,6 @@ def require_int(name: str, value: object, least: int, most: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
-
-
-def require_one_of(name: str, value: object, names: Sequence[str]) -> None:
-    """Raises ValueError unless a value is one of these names."""
-    if value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 def refuse_differentiable(groups: list[dict[str, Any]], what_does: str, where: str = "") -> None:

@@ -16,7 +16,7 @@ from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, aten, core
 from ampfast.backends.aten import TensorList
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import allocate, copies_of, inverse, largest, moved, new_flag, widest
+from ampfast.backends.scalars import allocate, copies_of, inverse, moved, new_flag, widest
 from ampfast.distributed import Layout, LocalShards, Ranks
 from ampfast.errors import add_note
 
@@ -72,8 +72,7 @@ class Gradients:
 
         Args:
             work: The pass, with its scalars on any device, and its `found_inf` the initial value of
-                the new flags. Its `sums`, if given, get the largest magnitude of all. Its ending is
-                done if all gradients are in one list.
+                the new flags. Its ending is done if all gradients are in one list.
             before_write: Called right before the first write, after torch's refusals.
             reduces: Whether ranks reduce partial gradients; else every list has sums.
 
@@ -82,11 +81,8 @@ class Gradients:
         """
         if work.write:
             self._begin_write(work, before_write)
-        sums, own_row = work.sums, None
         if len(self.lists) != 1 or self.layouts:
             work = work._replace(ending=None)
-        elif sums is not None and sums.device == self.lists[0][1].device:
-            own_row = sums  # which no op need copy
         flags: Flags = {}
         rows: list[Tensor] = []
         factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
@@ -95,10 +91,8 @@ class Gradients:
             flag, ending = flags.get(device), given.ending
             if flag is None and given.found_inf is not None:
                 flag = moved(given.found_inf, device, copy=True)
-            if sums is not None or not reduces:
-                row = own_row
-                if row is None:
-                    row = allocate(torch.empty, 2, dtype=widest(device), device=device)
+            if not reduces:
+                row = allocate(torch.empty, 2, dtype=widest(device), device=device)
                 rows.append(row)
             if ending is not None and ending.scale.device != device:
                 ending = None  # the scale is on another GPU
@@ -115,8 +109,6 @@ class Gradients:
                     ending=ending,
                 ),
             )
-        if sums is not None and own_row is None:
-            sums[1] = largest([row[1] for row in rows], sums.device)
         return flags, rows
 
     def _begin_write(self, work: Pass, before_write: Callable[[], None] | None) -> None:

@@ -84,12 +84,11 @@ class Fields {
 // One pass over gradients: Python's `Pass`.
 struct Pass : Fields {
   enum { kWrite, kHow, kFactor, kFoundInf, kAccumulate, kCoefficient, kSums, kMarks, kNow };
-  enum { kFactorCopy = kNow + 1, kEnding, kSquares, kClip, kFields };
+  enum { kFactorCopy = kNow + 1, kEnding, kClip, kFields };
   explicit Pass(PyObject* tuple) : Fields(tuple, kFields, "expected a Pass") {}
 
   const bool write = is_true(kWrite);
   const bool accumulate = is_true(kAccumulate);
-  const bool squares = is_true(kSquares);
   const Factor how = factor_of((*this)[kHow]);
 
  private:

@@ -55,7 +55,6 @@ cpu::Work work_of(const Pass& pass) {
     work.factor = inverse_scale(work.factor);
   }
   work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", at::kCPU, 2);
-  work.squares = pass.squares;
   if (const Marks marks = marks_of(pass, at::kCPU); marks.now != nullptr) {
     work.marks = cpu::Rows{marks.words, marks.parameters, *marks.now + 1};
   }
@@ -354,10 +353,10 @@ at::Tensor clipped(const Gradients& gradients, const Pass& pass, const ClipTuple
   const GradList& list = gradients.list();
   const at::Tensor norm = list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
   double row[2] = {};
-  work.sums = work.sums != nullptr ? work.sums : row;
+  work.sums = row;
   double coefficient = 1;
   Clip clip;
-  clip.sums = work.sums;
+  clip.sums = row;
   clip.rows = 1;
   clip.max_norm = float_of(fields[ClipTuple::kMaxNorm]);
   clip.largest = fields.is_true(ClipTuple::kLargest);
@@ -392,8 +391,7 @@ at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& 
                       const ClipTuple& fields, const Mark& mark) {
   const GradList& list = gradients.list();
   const at::TensorOptions wide = at::TensorOptions(at::kDouble).device(over.device);
-  const at::Tensor* given = pass.tensor(Pass::kSums);
-  const at::Tensor sums = given != nullptr ? *given : allocated({2}, wide);
+  const at::Tensor sums = allocated({2}, wide);
   const at::Tensor norm = allocated({}, list.has_float64() ? wide : wide.dtype(at::kFloat));
   const py::object coefficient = py::cast(allocated({}, wide));
   mark.put(over.unscaled);

@@ -21,7 +21,6 @@ from ampfast.backends import aten, core, scalars
 from ampfast.backends.core import Clip, Factor, Pass, compiled
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.errors import require_one_of
 
 __all__ = [
     "NAMES",
@@ -289,8 +288,8 @@ def require_known(name: str | None, source: str = "backend") -> None:
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{source} must be a string or None, got {type(name).__name__}")
-    if name is not None:
-        require_one_of(source, name, NAMES)
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
 
 
 @cache

@@ -98,15 +98,13 @@ class Pass(NamedTuple):
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
         sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16
-            bits, or quotients, and the largest magnitude as it is used; NaN wins. Where values are
-            written without `squares`, the first is undefined. Or None.
+            bits, or quotients, and the largest magnitude as it is used; NaN wins. Or None.
         marks: int64 of shape (P, MARK_WORDS), for P parameters: the last step with an inf or NaN
             value as it is used, and the number of such steps, the same of NaN, and the bits of a
             float64 to which a pass with sums adds the sum of squares. Or None.
         now: int64 whose first element is the number of completed steps; None without marks.
         factor_copy: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.
-        squares: Whether sums are of values that are written, too.
         clip: A clipping, from one row of sums, whose coefficient replaces `coefficient`; its norm
             is written, and nothing else. Or None; kernels know it, torch's ops do not.
     """
@@ -122,7 +120,6 @@ class Pass(NamedTuple):
     now: Tensor | None = None
     factor_copy: Tensor | None = None
     ending: Any = None
-    squares: bool = False
     clip: Clip | None = None
 
 

@@ -65,15 +65,6 @@ def leaves_scale(flag: Any) -> Any:
     return abs(flag) < SPIKE_BOUND
 
 
-def largest(values: list[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest of non-negative scalars, 0 if there is none, in its widest dtype."""
-    here = [moved(value, device).reshape(()) for value in values]
-    if len(here) == 1:
-        return here[0]
-    none = allocate(torch.zeros, (), dtype=widest(device), device=device)
-    return torch.stack([none, *here]).amax()
-
-
 def inverse(scale: Tensor) -> Tensor:
     """Returns the inverse scale as float32, from a float64 reciprocal if the device has one."""
     if has_float64(scale.device):

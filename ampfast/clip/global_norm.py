@@ -230,7 +230,7 @@ def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
 
 def _read(term: NormTerm, agreement: Agreement | None) -> None:
     """Computes flags and sums of a term, some of whose gradients another rank may count."""
-    work = Pass(term.unscales, *term.unscaling, squares=term.unscales)
+    work = Pass(term.unscales, *term.unscaling)
     flags: dict[torch.device, list[Tensor]] = {}
     marks = {} if agreement is None else marks_of(term.grads.groups)
     split = [term.grads] if agreement is None else _split(term, agreement, marks)

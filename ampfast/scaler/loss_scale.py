@@ -120,7 +120,8 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         # The tracker counts down, as Megatron-LM's.
-        return {**asdict(self.limits), "hysteresis_tracker": self.hysteresis_tracker()}
+        tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
+        return {**asdict(self.limits), "hysteresis_tracker": self.limits.hysteresis - tolerated}
 
     def require_loadable(self, state_dict: dict[str, Any]) -> int:
         """Returns the argument of `load` for a scaler's checkpoint.
@@ -260,11 +261,6 @@ class LossScale:
             has_norm=has_norm,
             spiked=status & 4 != 0,
         )
-
-    def hysteresis_tracker(self) -> int:
-        """Returns the number of overflows until the scale backs off, with a host sync."""
-        tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
-        return self.limits.hysteresis - tolerated
 
     def reset_skips(self) -> None:
         """Restarts the count of steps skipped in a row, as a training continues elsewhere."""

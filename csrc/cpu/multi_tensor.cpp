@@ -208,7 +208,7 @@ bool run(const GradList& grads, const Work& work) {
   if (work.marks) {
     require_rows(grads, *work.marks);
   }
-  const bool squares = work.sums != nullptr && (work.squares || !work.write);
+  const bool squares = work.sums != nullptr;
   const Multiplier by = multiplier_of(work.how, work.factor);
   const double coefficient = work.coefficient.value_or(1);
   // As torch: where nothing changes, not even a subnormal is flushed.

@@ -24,7 +24,6 @@ struct Work {
   // Gets the sum of squares of the values times the factor, or divided by it, and the largest
   // magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
-  bool squares = false;       // also of values that are written; else their sum is 0
   std::optional<Rows> marks;  // of the parameters of values not finite as used
 };
 
