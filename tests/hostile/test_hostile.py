@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import allocations
 import clips
+import conditions
 import crowds
 import interrupts
 import long_programs
@@ -33,6 +34,15 @@ def _one_thread() -> Iterator[None]:
 
 def test_clips_at_extreme_magnitudes() -> None:
     clips.run(300).require_success()
+
+
+def test_conditions_that_change_nothing() -> None:
+    conditions.run(100, fails=False).require_success()
+
+
+@pytest.mark.xfail(strict=True, reason="issue 59: a measured pass whose collective fails is lost")
+def test_collectives_that_fail() -> None:
+    conditions.run(100).require_success()
 
 
 def test_threads_side_by_side() -> None:
