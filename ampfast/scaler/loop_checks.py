@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
-from itertools import count
 from numbers import Real
 from typing import Any
 
@@ -19,7 +17,7 @@ from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.clip import torch_functions
 from ampfast.errors import not_compiled, warn_caller
 from ampfast.scaler.overrides import replace_method
-from ampfast.scaler.turn import READY, STEPPED, is_unscaled
+from ampfast.scaler.turn import READY, is_unscaled
 
 # Updates, of all scalers, after which the checks are over.
 _ITERATIONS = 32
@@ -54,14 +52,13 @@ class _Loop:
         has_read: Whether it ever read the scale, by which it may multiply or divide.
         has_scaled: Whether it ever called `scale`.
         has_used: Whether it did one of both in this iteration.
-        scaled_at: When it first called `scale` in this iteration.
         unused: The last iterations in a row in which it used no scale.
         left: By the id of an optimizer that was unscaled and not stepped, its gradients.
     """
 
     def __init__(self) -> None:
         self.has_read = self.has_scaled = self.has_used = False
-        self.scaled_at, self.unused = math.inf, 0
+        self.unused = 0
         self.left: dict[int, _Versions] = {}
 
 
@@ -71,9 +68,9 @@ class _LoopChecks:
     def __init__(self, kind: Any, *, is_whole: bool) -> None:
         self._kind, self._is_whole, self._is_over = kind, is_whole, False
         self._loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
-        self._clock, self._updates, self._told = count(), 0, set[str]()
-        # By the id of a clipped gradient: a reference to it, its version, the time, the limit.
-        self._clips: dict[int, tuple[weakref.ref[Tensor], int, int, float]] = {}
+        self._updates, self._told = 0, set[str]()
+        # By the id of a clipped gradient: a reference to it, its version, and the limit.
+        self._clips: dict[int, tuple[weakref.ref[Tensor], int, float]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
         seen["_set_scale"] = self._sets
@@ -133,11 +130,9 @@ class _LoopChecks:
         return call
 
     def see_clip(self, params: list[Tensor], max_norm: Any) -> None:
-        """Keeps which gradients were clipped; what only measures has no finite limit."""
-        if isinstance(max_norm, Real) and max_norm < math.inf:
-            at = next(self._clock)
-            for grad in _grads_of(params):
-                self._clips[id(grad)] = weakref.ref(grad), grad._version, at, float(max_norm)
+        """Keeps which gradients were clipped, and to which norm."""
+        for grad in _grads_of(params) if isinstance(max_norm, Real) else ():
+            self._clips[id(grad)] = weakref.ref(grad), grad._version, float(max_norm)
 
     def _get_scale(self, scaler: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -154,7 +149,6 @@ class _LoopChecks:
 
     def _scales(self, scaler: Any, loop: _Loop, *_: Any, **__: Any) -> None:
         loop.has_scaled = loop.has_used = True
-        loop.scaled_at = min(loop.scaled_at, next(self._clock))
 
     def _before_division(
         self, scaler: Any, loop: _Loop, optimizer: Any, *_: Any, **__: Any
@@ -170,10 +164,10 @@ class _LoopChecks:
                 self._tell(_TWICE, "unscaling", each, scaler)
             limits = []
             for grad in grads:
-                ref, version, at, limit = self._clips.get(id(grad), (None, 0, 0, 0.0))
-                is_clipped = ref is not None and ref() is grad and grad._version == version
-                limits += [limit] if is_clipped and at > loop.scaled_at else []
-            if limits and not loop.has_read:
+                ref, version, limit = self._clips.get(id(grad), (None, 0, 0.0))
+                if ref is not None and ref() is grad and grad._version == version:
+                    limits.append(limit)
+            if limits and loop.has_used and not loop.has_read:
                 self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
 
     def _sets(self, scaler: Any, loop: _Loop, *_: Any) -> None:
@@ -185,7 +179,7 @@ class _LoopChecks:
         for optimizer, turn in scaler._last_turns if self._is_whole else ():
             if turns.get(id(optimizer)) is not turn:
                 continue
-            if turn["stage"] is not STEPPED and is_unscaled(turn):
+            if is_unscaled(turn):
                 grads = _grads_of_optimizer(optimizer)
                 loop.left[id(optimizer)] = [(weakref.ref(grad), grad._version) for grad in grads]
             # One that overrides scale() may scale without ours.
@@ -194,7 +188,7 @@ class _LoopChecks:
             )
             if loop.unused >= _FORGOTTEN and loop.has_scaled and is_ours:
                 self._tell(_UNUSED, "step()", optimizer, scaler)
-        loop.scaled_at, loop.has_used = math.inf, False
+        loop.has_used = False
         self._updates += 1
         if self._updates >= _ITERATIONS:
             self.remove()

@@ -116,6 +116,14 @@ def by_hand(loop: Loop) -> None:
     loop.step()
 
 
+def compiled(loop: Loop) -> None:
+    """A call of `scale` that nothing sees."""
+    if vars(loop.scaler)["_scale"] is None:
+        loop.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    loop.backward(65536.0)
+    loop.step()
+
+
 def without_scale(loop: Loop) -> None:
     """fp32 steps between, by the optimizer alone."""
     loop.backward(1.0)
@@ -167,11 +175,24 @@ def closure(loop: Loop) -> None:
 RIGHT = [
     *(plain, accumulation, in_place, limit_times_scale, limit_times_attribute, measured),
     *(values_alone, own_clip, left_unstepped, by_hand, without_scale, adversaries, two_scalers),
-    closure,
+    *(closure, compiled),
 ]
+
+
+class Own(ampfast.GradScaler):
+    """A scaler that may scale and divide as it likes."""
+
+    def scale(self, outputs: Any) -> Any:
+        return super().scale(outputs)
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        return super()._unscale_grads_(*args)
+
+
 SCALERS: dict[str, Callable[[], Any]] = {
     "guard": lambda: ampfast.StepGuard("cpu"),
     "scale of 1": lambda: torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100),
+    "of its own": lambda: Own("cpu"),
     "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
     "constant": lambda: torch.amp.GradScaler("cpu", dynamic=False),  # type: ignore[call-arg]
 }
@@ -202,6 +223,7 @@ def forgotten(loop: Loop) -> None:
     plain(loop)
     for _ in range(3):
         loop.backward(1.0)
+        loop.clip()
         loop.step()
 
 
