@@ -11,8 +11,7 @@ __path__ = [*__path__, *folders_for(torch.__version__)]
 
 from ampfast import backends, callbacks, functional, report
 from ampfast._version import __version__
-from ampfast.clip.norm_limits import Percentile, ZScore
-from ampfast.clip.spikes import Sigmas
+from ampfast.clip.norm_history import Percentile, Sigmas, ZScore
 from ampfast.diagnose.find_nonfinite import find_nonfinite
 from ampfast.distributed import mark_replicated
 from ampfast.optim.lr_scheduler import LateScheduler

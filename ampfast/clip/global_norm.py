@@ -24,8 +24,7 @@ from ampfast.backends.scalars import (
     new_flag,
     widest,
 )
-from ampfast.clip.norm_limits import NormLimit
-from ampfast.clip.spikes import SpikeRule
+from ampfast.clip.norm_history import ClipLimit, SkipRule
 from ampfast.distributed import Agreement, marks_of
 from ampfast.errors import float_of
 from ampfast.optim.fused_support import divides_by_itself, takes_grad_scaler
@@ -46,6 +45,7 @@ class NormTerm:
         writes: Whether they will be clipped in place.
         unscales: Whether they are unscaled in place as they are measured, and not clipped.
         flags: found_inf of the check, by device.
+        decided: These, where a hook has decided on them; else None.
         sums: Sums of each list, as of a `Pass`.
         counted: The sums that this rank counts; another rank counts the others.
     """
@@ -56,6 +56,7 @@ class NormTerm:
     writes: bool
     unscales: bool = False
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
+    decided: dict[torch.device, Tensor] | None = None
     sums: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
 
@@ -88,7 +89,7 @@ def measure(
     scale: Tensor | None,
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
-    spikes: SpikeRule | None = None,
+    skip_rule: SkipRule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Global norm and clip coefficient; sets the terms' flags, also of a spike, and `divisor`.
 
@@ -103,14 +104,14 @@ def measure(
     # As in torch, the norm is on the device of the first gradient; it is compared where the norms
     # of earlier steps are.
     place = lists[0].device if lists else device
-    device = place if spikes is None else device
+    device = place if skip_rule is None else device
     dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
     norm = allocate(torch.empty, (), dtype=dtype, device=device)
     coefficient = allocate(torch.empty, (), dtype=widest(device), device=device)
     sums = _sums_of_all(terms, order, device, agreement)
-    flag = None if spikes is None else _joint(terms, device)
+    flag = None if skip_rule is None else _joint(terms, device)
     given = None if divisor is None else scale
-    rule = () if spikes is None else spikes
+    rule = () if skip_rule is None else skip_rule
     number = limit if isinstance(limit, float) else math.inf
     clip = Clip(sums, number, order != 2.0, norm, coefficient, given, divisor, flag, *rule)
     if is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
@@ -182,26 +183,18 @@ def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None
             aten.require_writable(aside)
 
 
-def unscale_as_read(terms: list[NormTerm], order: float, limit: float | NormLimit) -> bool:
+def unscale_as_read(terms: list[NormTerm], order: float, limit: float | ClipLimit) -> bool:
     """Has gradients without a limit unscaled by the pass that measures them; whether it writes."""
     for term in terms if order in FUSED_ORDERS and limit == math.inf else ():
         term.unscales = term.writes
     return any(term.unscales for term in terms)
 
 
-def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, and_found: bool) -> None:
-    """Gives terms the flags of their optimizers' turns.
-
-    Args:
-        terms: The terms.
-        turns: The turns, which keep these flags.
-        and_found: Whether the flags that the clip has found, as of a spike, join them.
-    """
+def take_flags(terms: list[NormTerm], turns: Sequence[Any]) -> None:
+    """Has terms decided by the flags of their optimizers' turns, which are copied."""
     for turn, term in zip(turns, terms, strict=True):
-        flags, found = turn["found_inf_per_device"], term.flags.values()
-        if and_found:
-            flags = {at: joint_flag([flag, *found], flag.device) for at, flag in flags.items()}
-        turn["found_inf_per_device"] = term.flags = flags
+        flags = turn["found_inf_per_device"].items()
+        term.decided = {at: joint_flag([flag], flag.device) for at, flag in flags}
 
 
 def give_flags(
@@ -258,6 +251,8 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
         device: found[0] if len(found) == 1 else any_found(found, device)
         for device, found in flags.items()
     }
+    if term.decided is not None:
+        term.flags = term.decided
 
 
 def _split(

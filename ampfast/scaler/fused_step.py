@@ -74,7 +74,7 @@ class FusedSteps(Passes):
             grad_scale = getattr(optimizer, "grad_scale", None)
         elif hasattr(optimizer, "grad_scale"):
             grad_scale = scale * optimizer.grad_scale
-            if self._norm_limit is not None:
+            if self._skip_limit is not None:
                 grad_scale, is_new = self._checked_by_scale(optimizer, turn, grad_scale), True
         else:
             grad_scale, is_new = self._checked_by_scale(optimizer, turn, scale), True
@@ -87,7 +87,7 @@ class FusedSteps(Passes):
                     flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
             turn["found_inf_per_device"] = flags
         flags = turn["found_inf_per_device"]
-        if is_new and len(flags) == 1 and scale.device in flags and self._norm_limit is None:
+        if is_new and len(flags) == 1 and scale.device in flags and self._skip_limit is None:
             # Exactly 0 or 1; only another's optimizer may write it.
             flag = flags[scale.device]
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
@@ -102,10 +102,10 @@ class FusedSteps(Passes):
         """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
-        if self._norm_limit is not None:
+        if self._skip_limit is not None:
             # Not in its own, since nothing is written: a step that raises may be repeated.
             found = new_turn()
-            self._unscale_below(self._norm_limit, optimizer, found, scale, defers=True)
+            self._unscale_below(self._skip_limit, optimizer, found, scale, defers=True)
             turn["found_inf_per_device"] = found["found_inf_per_device"]
             return found.divisor
         work, ending = self._check_pass, None

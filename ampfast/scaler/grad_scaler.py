@@ -22,8 +22,13 @@ from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import moved
 from ampfast.clip import global_norm
-from ampfast.clip.norm_limits import NormLimit, limit_of, require_histories
-from ampfast.clip.spikes import Sigmas, require_accepted_norms, skip_limit_of
+from ampfast.clip.norm_history import (
+    ClipLimit,
+    Sigmas,
+    clip_limit_of,
+    require_norms,
+    skip_limit_of,
+)
 from ampfast.diagnose import overflow_report
 from ampfast.errors import add_note, not_compiled, warn_caller, with_suggestions
 from ampfast.optim.fused_support import (
@@ -470,7 +475,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        max_norm: float | NormLimit,
+        max_norm: float | ClipLimit,
         norm_type: float = 2.0,
         *,
         in_place: bool = True,
@@ -515,7 +520,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         """
         limit, order = max_norm, global_norm.order_of(norm_type)
         if type(limit) is not float or not limit >= 0:
-            limit = limit_of(limit)
+            limit = clip_limit_of(limit)
         highest = skip_limit_of(self._skip_above if skip_above is None else skip_above)
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
@@ -536,16 +541,16 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
                 )
         for number, each in enumerate(optimizers if not in_place else ()):
             defers[number] = global_norm.can_defer(each, overridden)
-        spikes = None
+        rule = None
         if highest is not None:
-            spikes = self._spike_rules.rule(optimizers, highest, scale.device)
+            rule = self._norm_histories.skip_rule(optimizers[0], highest, scale.device)
         norm: Tensor | None = None
         if len(optimizers) == 1 and not overridden and not defers[0]:
             turn = self._turn(optimizers[0])
-            norm = self._clip_over(optimizers[0], turn, scale, limit, order, spikes)
+            norm = self._clip_over(optimizers[0], turn, scale, limit, order, rule)
         if norm is None:
-            norm = self._clip(optimizers, scale, limit, order, spikes, defers, overridden)
-        self._record(optimizers, norm, order, spikes)
+            norm = self._clip(optimizers, scale, limit, order, rule, defers, overridden)
+        self._record(optimizers, norm, order, rule)
         return norm
 
     @not_compiled
@@ -603,12 +608,11 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's; with limits, `dynamic=False` or norms of steps one more, "ampfast"."""
         state = super().state_dict()
-        loss_scale, norms = self._loss_scale, self._spike_rules.accepted_norms()
-        histories, is_torchs = self._norm_histories.saved(), self._loss_scale.limits.is_torchs
-        if self._enabled and (norms or histories or not self._dynamic or not is_torchs):
-            entry = {} if is_torchs else loss_scale.state_dict()
+        norms, is_torchs = self._norm_histories.saved(), self._loss_scale.limits.is_torchs
+        if self._enabled and (norms or not self._dynamic or not is_torchs):
+            entry = {} if is_torchs else self._loss_scale.state_dict()
             # Without norms, too: torch.distributed.checkpoint loads only what is there already.
-            state["ampfast"] = {**entry, "norms": norms, "limits": histories}
+            state["ampfast"] = {**entry, "norms": norms}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -633,9 +637,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             if not self._dynamic:
                 require_static(state_dict, is_guard=self._is_guard)
             tolerated = self._loss_scale.require_loadable(state_dict)
-            entry = entry_of(state_dict)
-            norms = require_accepted_norms(entry.get("norms", []))
-            histories = require_histories(entry.get("limits", []))
+            norms = require_norms(entry_of(state_dict).get("norms", []))
             # A static scaler has an interval of 0.
             if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
                 warn_caller(
@@ -648,8 +650,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         except KeyError as error:
             explain_missing(error, state_dict)
             raise
-        self._spike_rules.load(norms)
-        self._norm_histories.load(histories)
+        self._norm_histories.load(norms)
         self._loss_scale.load(tolerated)
         self._loss_scale.reset_skips()
         self._skip_watch.restart()
@@ -662,7 +663,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             state.pop("_ranks", None)
         # A shallow copy of a scaler has its own counts, too.
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
-        state["_spike_rules"] = copy.deepcopy(self._spike_rules)
         state["_norm_histories"] = copy.deepcopy(self._norm_histories)
         state["_skip_watch"] = copy.deepcopy(self._skip_watch)
         return state
@@ -740,8 +740,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
 
     def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
-        if self._norm_limit is not None:
-            self._unscale_below(self._norm_limit, optimizer, turn, scale, defers=False)
+        if self._skip_limit is not None:
+            self._unscale_below(self._skip_limit, optimizer, turn, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
@@ -776,7 +776,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if self._skip_above is not None and is_step:
-            self._spike_rules.end_iteration()
+            self._norm_histories.end_iteration()
         if is_step:
             watch, words = self._skip_watch, loss_scale.words
             watch.due -= 1

@@ -71,7 +71,7 @@ class Limits:
         """
         settings = asdict(self)
         names = [*settings, "hysteresis_tracker"]
-        known = {*names, "norms", "limits"}
+        known = {*names, "norms"}
         if isinstance(entry, dict) and (unknown := set(entry) - known):
             found = ", ".join(sorted(map(repr, unknown)))
             raise ValueError(f"the checkpoint's 'ampfast' entry has unknown keys: {found}")
@@ -136,7 +136,7 @@ class LossScale:
                 "need a dynamic one"
             )
         entry = entry_of(state_dict)
-        if isinstance(entry, dict) and set(entry) <= {"norms", "limits"}:
+        if isinstance(entry, dict) and set(entry) <= {"norms"}:
             return 0
         return self.limits.hysteresis - self.limits.require_loadable(entry)
 

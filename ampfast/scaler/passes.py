@@ -14,8 +14,7 @@ from ampfast import backends, distributed, gradients
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, clip_to, riding
 from ampfast.clip import global_norm
-from ampfast.clip.norm_limits import Histories, NormLimit
-from ampfast.clip.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
+from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, SkipRule, skip_limit_of
 from ampfast.diagnose import overflow_report
 from ampfast.errors import add_note, warn_caller
 from ampfast.optim.fused_support import ByOptimizer, device_of, explain
@@ -48,8 +47,8 @@ class Passes(TorchGradScaler):
     _unscale_pass = _check_pass = _clip_pass = Pass(False, Factor.NONE)
     _track: str | None = None
     _skip_above: float | Sigmas | None = None
-    # The limit of norms by which a step is measured: infinity where they are only kept, or None.
-    _norm_limit: float | Sigmas | None = None
+    # The skip limit of each step: infinity where norms are only kept, or None.
+    _skip_limit: float | Sigmas | None = None
     _warned_of_shared_memory = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
@@ -66,8 +65,7 @@ class Passes(TorchGradScaler):
     )
     _names = cached_property(lambda self: overflow_report.Names())
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
-    _spike_rules = cached_property(lambda self: SpikeRules())
-    _norm_histories = cached_property(lambda self: Histories())
+    _norm_histories = cached_property(lambda self: NormHistories())
     _skip_watch = cached_property(lambda self: SkipWatch())
 
     @property
@@ -92,9 +90,9 @@ class Passes(TorchGradScaler):
 
     @skip_above.setter
     def skip_above(self, limit: float | Sigmas | None) -> None:
-        self._skip_above = self._norm_limit = skip_limit_of(limit)
+        self._skip_above = self._skip_limit = skip_limit_of(limit)
         if limit is None and self._track == "norms":
-            self._norm_limit = math.inf
+            self._skip_limit = math.inf
 
     @property
     def max_skips(self) -> int | None:
@@ -236,27 +234,27 @@ class Passes(TorchGradScaler):
         self, limit: float | Sigmas, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool
     ) -> None:
         """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
-        spikes = self._spike_rules.rule([optimizer], limit, scale.device)
-        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], turns=[turn])
-        self._record([optimizer], norm, 2.0, spikes)
+        rule = self._norm_histories.skip_rule(optimizer, limit, scale.device)
+        norm = self._clip([optimizer], scale, math.inf, 2.0, rule, [defers], turns=[turn])
+        self._record([optimizer], norm, 2.0, rule)
 
     def _record(
-        self, optimizers: list[Any], norm: Tensor, order: float, spikes: SpikeRule | None
+        self, optimizers: list[Any], norm: Tensor, order: float, rule: SkipRule | None
     ) -> None:
         """Records the norm of a clip, and that it was compared."""
         self._loss_scale.record_norm(optimizers, norm, order)
         for each in optimizers if self._track == "norms" else ():
             self._tracking.record_norms(each)
-        if spikes is not None:
-            self._spike_rules.record(optimizers, spikes)
+        if rule is not None:
+            self._norm_histories.compared(optimizers[0], rule)
 
     def _clip(
         self,
         optimizers: list[Any],
         scale: Tensor | None,
-        limit: float | NormLimit,
+        limit: float | ClipLimit,
         order: float,
-        spikes: SpikeRule | None,
+        rule: SkipRule | None,
         defers: list[bool],
         overridden: bool = False,
         turns: list[Turn] | None = None,
@@ -281,21 +279,21 @@ class Passes(TorchGradScaler):
         divisor = None
         if left is not None and any(defers):
             divisor = scalars.allocate(torch.empty, (), dtype=torch.float32, device=left.device)
+        if overridden:
+            global_norm.take_flags(terms, turns)
         agreement = self._agreement(*(term.grads for term in terms))
         global_norm.require_writable(terms, defers)
         if left is not None and global_norm.unscale_as_read(terms, order, limit):
             begin(turns, agreement)
         most: Any = limit
         if not isinstance(limit, float):
-            most = partial(self._norm_histories.limit, optimizers[0], limit)
+            most = partial(self._norm_histories.clip_limit, optimizers[0], limit)
         norm, coefficient = global_norm.measure(
-            self._choice, terms, order, most, scale, divisor, agreement, spikes
+            self._choice, terms, order, most, scale, divisor, agreement, rule
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
-        if overridden:
-            global_norm.take_flags(terms, turns, and_found=spikes is not None)
-        else:
+        if not overridden:
             begin(turns)
         global_norm.clip_(terms, coefficient)
         if scale is not None:
@@ -308,7 +306,7 @@ class Passes(TorchGradScaler):
         self,
         optimizers: list[Any],
         scale: Tensor | None,
-        limit: float | NormLimit,
+        limit: float | ClipLimit,
         defers: list[bool],
     ) -> list[global_norm.NormTerm]:
         """The gradients of a clip; a guard without a limit writes none but casts."""
@@ -379,9 +377,9 @@ class Passes(TorchGradScaler):
         optimizer: torch.optim.Optimizer,
         turn: Turn,
         scale: Tensor,
-        limit: float | NormLimit,
+        limit: float | ClipLimit,
         order: float,
-        spikes: SpikeRule | None,
+        rule: SkipRule | None,
     ) -> Tensor | None:
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
         if limit == math.inf or not isinstance(limit, float):
@@ -396,7 +394,7 @@ class Passes(TorchGradScaler):
             marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if marked is None:
             return None
-        rule = (math.inf, None) if spikes is None else spikes
+        rule = (math.inf, None) if rule is None else rule
         clip = clip_to(limit, order == math.inf, *rule)
         given = (optimizer, turn, UNSCALED, marked, self._allow_fp16, scale)
         norm: Tensor | None = self._kernels.clip_over(*given, clip)

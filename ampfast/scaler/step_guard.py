@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ampfast.clip.spikes import Sigmas
+    from ampfast.clip.norm_history import Sigmas
 
 
 class StepGuard(GradScaler):

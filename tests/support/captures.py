@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ampfast import GradScaler, backends, gradients
 from ampfast.backends import cuda_graphs
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.clip import spikes
+from ampfast.clip import norm_history
 from ampfast.scaler import grad_scaler, max_skips
 from support.comparison import TorchScaler, assert_same
 
@@ -289,7 +289,7 @@ class Capturing:
         graph = self.graph
         kernels = _Kernels(launcher, graph)
         monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
-        for module in (cuda_graphs, grad_scaler, max_skips, spikes):
+        for module in (cuda_graphs, grad_scaler, max_skips, norm_history):
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cpu"))

@@ -7,18 +7,20 @@ import itertools
 import math
 import pickle
 import random
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.captures import pretend_capture
 from support.comparison import assert_same, started
 from support.gradients import sgd_with
 from support.models import float32
 from support.steps import host_reads
 
 import ampfast
-from ampfast import GradScaler, Percentile, StepGuard, ZScore
+from ampfast import GradScaler, Percentile, Sigmas, StepGuard, ZScore
 
 INF = math.inf
 
@@ -153,25 +155,94 @@ def test_every_optimizer_has_its_own_norms_and_a_joint_clip_the_firsts() -> None
             scaler.clip_grad_norm_(optimizer, rule)
             scaler.step(optimizer)
         scaler.update()
-    saved = scaler.state_dict()["ampfast"]["limits"]
-    assert saved == [[2.0, 1.0, 2.0, 0.0, 0.0], [2.0, 100.0, 200.0, 0.0, 0.0]]
+    saved = scaler.state_dict()["ampfast"]["norms"]
+    header = [2.0, 0.0, 0.0, 0.0]
+    for pairs, norms in zip(saved, ([1.0, 2.0], [100.0, 200.0]), strict=True):
+        assert pairs == [("Percentile", header + norms)]
     for optimizer, norm in zip(optimizers, (3.0, 4.0), strict=True):
         optimizer.param_groups[0]["params"][0].grad = torch.tensor([8.0 * norm])
     assert scaler.clip_grad_norm_(optimizers, rule) == 5.0
-    assert scaler.state_dict()["ampfast"]["limits"][0] == [3.0, 1.0, 2.0, 5.0, 0.0]
+    [(_, words)], _ = scaler.state_dict()["ampfast"]["norms"]
+    assert words == [3.0, 0.0, 0.0, 0.0, 1.0, 2.0, 5.0]
 
 
-def test_another_rule_begins_anew_and_spikes_do_not_join() -> None:
+def words_in(scaler: Any, which: int = 0) -> dict[str, list[float]]:
+    """What a checkpoint has of an optimizer, by the name of the rule."""
+    return dict(scaler.state_dict()["ampfast"]["norms"][which])
+
+
+def test_another_window_keeps_the_last_norms_and_spikes_do_not_join() -> None:
     scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
-    for rule, words in (
-        (Percentile(window=4), 5),
-        (ZScore(warmup=2), 3),
-        (Percentile(window=3), 4),
+    for norm, rule in (
+        *((1.0, Percentile(window=4)), (2.0, ZScore(warmup=2)), (3.0, Percentile(window=4))),
+        *((4.0, Percentile(window=4)), (5.0, Percentile(window=3)), (6.0, Percentile(window=9))),
     ):
-        clipped(scaler, optimizer, 1.0, rule)
+        clipped(scaler, optimizer, norm, rule)
         assert clipped(scaler, optimizer, 50.0, rule, skip_above=20.0) == 0
-        [history] = scaler.state_dict()["ampfast"]["limits"]
-        assert (len(history), history[0]) == (words, 1.0)
+    percentile, zscore = words_in(scaler).values()
+    assert percentile == [4, 0, 0, 0, 3, 4, 5, 6] and zscore == [1, 2, 0, 0]
+
+
+@BY_RULE
+def test_loaded_norms_of_all_rules_go_to_the_same_optimizer(rule: Any) -> None:
+    """The one that clips first after loading, whatever it had."""
+    scaler, both = started(GradScaler), [sgd_with(torch.ones(2)), sgd_with(torch.ones(2))]
+    for optimizer in both:
+        clipped(scaler, optimizer, 1.0, rule, skip_above=Sigmas())
+    scaler.load_state_dict(scaler.state_dict())
+    clipped(scaler, both[1], 1.0, rule, skip_above=Sigmas())
+    for which, count in enumerate((2, 1)):
+        assert [words[0] for words in words_in(scaler, which).values()] == [count, count]
+
+
+@BY_RULE
+def test_a_captured_limit_takes_loaded_norms_in_its_memory(rule: Any, monkeypatch: Any) -> None:
+    scaler, both = started(GradScaler), [sgd_with(torch.ones(2)), sgd_with(torch.ones(2))]
+    for optimizer in both:
+        clipped(scaler, optimizer, 1.0, rule)
+    with monkeypatch.context() as patched:
+        pretend_capture(patched)
+        scaler.clip_grad_norm_(both[1], rule)
+    state = scaler.state_dict()
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+    scaler.update()
+    pretend_capture(monkeypatch)
+    with pytest.raises(RuntimeError, match=f"norms of {type(rule).__name__}, which every replay"):
+        scaler.clip_grad_norm_(both[0], rule)
+    scaler.clip_grad_norm_(both[1], rule)
+
+
+class Vetoes(GradScaler):
+    """Skips the steps that `veto` names, by a hook."""
+
+    veto = 0.0
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        flags = super()._unscale_grads_(*args)
+        return {device: flag.fill_(self.veto) for device, flag in flags.items()}
+
+
+@BY_RULE
+def test_steps_that_a_hook_skips_do_not_join(rule: Any) -> None:
+    scaler, optimizer = started(Vetoes), sgd_with(torch.ones(2))
+    for scaler.veto in (0.0, 1.0, 1.0, 0.0):
+        moved = clipped(scaler, optimizer, 1.0, rule, skip_above=Sigmas())
+        assert (moved == 0) is (scaler.veto == 1) is scaler.step_skipped(optimizer)
+    assert [words[0] for words in words_in(scaler).values()] == [2, 2]
+
+
+def test_a_lasting_change_is_told_once_by_zscore() -> None:
+    scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
+    rule, usual = ZScore(), norms_of(8, 16) * 10
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for norm in usual + [50 * norm for norm in usual[:99] + usual[:1] + usual]:
+            clipped(scaler, optimizer, norm, rule)
+            assert len(told) == (words_in(scaler)["ZScore"][3] >= 100)
+    assert [each.filename for each in told] == [__file__]
+    assert "clipped 100 steps in a row" in str(told[0].message)
+    assert "Percentile" in str(told[0].message)
 
 
 @BY_RULE
@@ -205,19 +276,25 @@ def test_checkpoints_and_copies_go_on(rule: Any) -> None:
         assert run(scaler, 14) == pytest.approx(whole[14:], nan_ok=True)
 
 
+WORDS = [2.0, 0.0, 0.0, 0.0, 1.0, 1.5]
+
+
 @pytest.mark.parametrize(
     "damaged",
-    [None, 3, [3.0], [[1]], [[-1.0]], [[math.nan]], [[INF]], [["1"]], [[2.5, 1.0]], [[1e300, 1.0]]],
-    ids=str,
+    [
+        *(None, 3, [3.0], [[WORDS]], [[("Sigma", WORDS)]], [[("ZScore", WORDS, 1)]]),
+        *([[("ZScore", words)]] for words in (None, 1.0, [], WORDS[:3], [2, *WORDS[1:]])),
+        *([[("Sigmas", [word, *WORDS[1:]])]] for word in (-1.0, 2.5, 1e300, "1", True)),
+        *([[("Percentile", [*WORDS, word])]] for word in (-1.0, INF, math.nan, "1", 3)),
+    ],
+    ids=lambda damaged: str(damaged)[:60],
 )
 def test_damaged_checkpoints_load_nothing(damaged: Any) -> None:
     scaler, optimizer = started(GradScaler), sgd_with(torch.ones(2))
     clipped(scaler, optimizer, 1.0, ZScore())
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match="norms of limits must be lists of finite floats"):
-        scaler.load_state_dict(
-            {**before, "scale": 2.0, "ampfast": {"norms": [], "limits": damaged}}
-        )
+    with pytest.raises(ValueError, match="norms must be lists of pairs"):
+        scaler.load_state_dict({**before, "scale": 2.0, "ampfast": {"norms": damaged}})
     assert scaler.state_dict() == before
 
 

@@ -1,0 +1,422 @@
+"""Limits that follow the norms of an optimizer's steps, and the history of these norms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ampfast.backends import scalars
+from ampfast.backends.core import norm_layout, state_layout
+from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
+from ampfast.errors import float_of, require_int, warn_caller
+from ampfast.optim.fused_support import ByOptimizer
+
+# Norms by which a step is decided in the kernels of a clip, as `core.Clip` has them.
+SkipRule: TypeAlias = tuple[float, Tensor | None]
+
+# On a GPU, clips from one copy of a history's header to the next.
+_CLIPS_PER_COPY = 64
+# Clips in a row from which on ZScore warns.
+_MANY_CLIPS = 100
+
+
+@dataclass(frozen=True)
+class Sigmas:
+    """Limit of a gradient norm by the norms of the last steps: mean plus standard deviations.
+
+    The first `window` steps that are taken are never skipped. Norms of 0 do not count as steps. The
+    deviation is taken as at least 1% of the mean, since more equal norms, as of one batch again and
+    again, do not tell how much batches differ. After `patience` spikes in a row, with any steps of
+    norm 0 between them, the next one is taken as the new usual, with a warning, and the window
+    starts again. Source: the rule of OLMo's SkipStep optimizers, here over the steps that were
+    taken.
+
+    Attributes:
+        sigmas: Number of standard deviations (of a sample) above the mean; at least 0.
+        window: Number of norms, from 2 to 1,024.
+        patience: The most spikes that are skipped in a row, from 1 to 2^31 - 1; None for half the
+            window, at most 32.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    sigmas: float = 6.0
+    window: int = 128
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        sigmas = float_of("sigmas", self.sigmas)
+        if not 0 <= sigmas < math.inf:
+            raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
+        object.__setattr__(self, "sigmas", sigmas)
+        require_int("window", self.window, 2, state_layout.RING_STEPS)
+        if self.patience is not None:
+            require_int("patience", self.patience, 1, 2**31 - 1)
+
+    @property
+    def _patience(self) -> int:
+        return min(self.window // 2, 32) if self.patience is None else self.patience
+
+    @property
+    def _warning(self) -> str:
+        skips = "step was" if self._patience == 1 else "steps in a row were"
+        return (
+            f"The gradient norm stayed above the limit of ampfast.Sigmas: {self._patience} {skips} "
+            "skipped. The next one was taken as the new usual, and the window of norms starts "
+            "anew. If the norm should not have changed, look at the data and at the learning rate; "
+            "Sigmas(patience=...) skips more or fewer."
+        )
+
+
+@dataclass(frozen=True)
+class Percentile:
+    """Clips norms at a percentile of the norms of the last steps, this one's among them.
+
+    Norms count before clipping. Steps that are skipped, and norms of 0, do not count. Source:
+    Seetharaman et al., AutoClip: Adaptive Gradient Clipping for Source Separation Networks
+    (arXiv:2007.14469), which keeps the norms of all steps.
+
+    Attributes:
+        percentile: From 0 to 100, interpolated linearly between two norms.
+        window: Number of norms, from 3 to 1,024.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    percentile: float = 10.0
+    window: int = 1024
+
+    def __post_init__(self) -> None:
+        percentile = float_of("percentile", self.percentile)
+        if not 0 <= percentile <= 100:
+            raise ValueError(f"percentile must be from 0 to 100, got {self.percentile}")
+        object.__setattr__(self, "percentile", percentile)
+        require_int("window", self.window, 3, state_layout.RING_STEPS)
+
+    def _take(self, words: Tensor, norm: Tensor, taken: Tensor) -> Tensor:
+        """Returns the limit of a norm, which joins the history if the step is `taken`."""
+        count, norms = words[: norm_layout.COUNT + 1], words[norm_layout.RING :]
+        places = torch.arange(self.window, device=words.device)
+        norms.copy_(torch.where((places == count % self.window) & taken, norm, norms))
+        count.add_(taken)
+        known = torch.where(places < count, norms, torch.nan)
+        return torch.nanquantile(known, self.percentile / 100)
+
+
+@dataclass(frozen=True)
+class ZScore:
+    """Clips norms by how many standard deviations they lie above the moving average.
+
+    A norm g whose z = (g - mean) / deviation is above `zscore` is clipped to
+    mean + zscore^2 / z * deviation, which is closer to the mean the larger g is. Mean and variance
+    are moving averages of norms after clipping, which begin with the mean and the variance of the
+    first `warmup` steps, none of which is clipped. Steps that are skipped, and norms of 0, do not
+    count. After a lasting change it clips far below the norm for thousands of steps: 100 clips in a
+    row give one warning. Source: Kumar et al., ZClip: Adaptive Spike Mitigation for LLM
+    Pre-Training (arXiv:2504.02507).
+
+    Attributes:
+        zscore: Standard deviations above the mean; above 0.
+        alpha: Weight of the past in the moving averages, from 0 to 1.
+        warmup: Number of steps, at least 2.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    zscore: float = 2.5
+    alpha: float = 0.97
+    warmup: int = 25
+
+    _warning = (
+        f"ampfast.ZScore has clipped {_MANY_CLIPS} steps in a row: the gradient norm has changed "
+        "for good, and the moving average follows norms after clipping, so slowly. "
+        "ampfast.Percentile follows norms before clipping."
+    )
+
+    def __post_init__(self) -> None:
+        for name, most in (("zscore", math.inf), ("alpha", 1.0)):
+            value = float_of(name, getattr(self, name))
+            if not 0 < value < most:
+                raise ValueError(f"{name} must be above 0 and below {most:g}, got {value}")
+            object.__setattr__(self, name, value)
+        require_int("warmup", self.warmup, 2, 2**31 - 1)
+
+    def _take(self, words: Tensor, norm: Tensor, taken: Tensor) -> Tensor:
+        """Returns the limit of a norm, which joins the history if the step is `taken`."""
+        count, mean, variance, clips = words.unbind()
+        deviation = variance.sqrt()
+        z = (norm - mean) / deviation
+        # Without a deviation z is infinite for every larger norm, which is clipped to the mean.
+        clipped = mean + self.zscore * self.zscore / z * deviation
+        is_warm = count >= self.warmup
+        clips_this = is_warm & (z > self.zscore)
+        limit = torch.where(clips_this, clipped, norm)
+        # The weight of this norm: equal ones while it warms up.
+        weight = torch.where(is_warm, 1 - self.alpha, 1 / (count + 1))
+        ahead = mean + weight * (limit - mean)
+        # Of equal weights the variance is that of a population.
+        before = torch.where(is_warm, limit - ahead, limit - mean)
+        spread = variance + weight * (before * (limit - ahead) - variance)
+        spread = spread.clamp(min=0.0)  # however it is rounded
+        following = torch.stack([count + 1, ahead, spread, (clips + 1) * clips_this])
+        words.copy_(torch.where(taken, following, words))
+        return limit
+
+
+ClipLimit: TypeAlias = Percentile | ZScore
+# Of an optimizer in a checkpoint: the names of rules, each with the header and norms it knows.
+Saved: TypeAlias = list[tuple[str, list[float]]]
+
+
+def skip_limit_of(skip_above: object) -> float | Sigmas | None:
+    """Returns the limit above which a norm skips its step, checked.
+
+    Raises:
+        TypeError: If it is neither a number nor `Sigmas` nor None.
+        ValueError: If it is NaN or below 0.
+    """
+    if skip_above is None or isinstance(skip_above, Sigmas):
+        return skip_above
+    others = " or ampfast.Sigmas (Percentile and ZScore are for max_norm)"
+    return float_of("skip_above", skip_above, others, least=0)
+
+
+def clip_limit_of(max_norm: object) -> float | ClipLimit:
+    """Returns the limit of a clip, checked.
+
+    Raises:
+        TypeError: If it is neither a number nor a limit that follows norms.
+        ValueError: If it is NaN or below 0.
+    """
+    if isinstance(max_norm, (Percentile, ZScore)):
+        return max_norm
+    others = ", ampfast.Percentile or ampfast.ZScore (Sigmas is for skip_above)"
+    return float_of("max_norm", max_norm, others, least=0)
+
+
+class _History:
+    """The norms of an optimizer's steps that one rule knows, on a device.
+
+    Its words are a header and a ring of norms, laid out as `norm_layout`; of `ZScore` a header
+    alone, which has the mean, the variance and the clips in a row after the count.
+
+    Attributes:
+        words: Floats of the widest dtype of the device.
+        rule: The rule as it was last given.
+        is_captured: Whether a CUDA graph captured a step, whose replays ask for nothing.
+    """
+
+    def __init__(self, rule: Sigmas | ClipLimit, saved: list[float], device: torch.device) -> None:
+        self.rule, self.is_captured, self._clips = rule, False, 0
+        dtype, size = scalars.widest(device), norm_layout.RING + _window_of(rule)
+        self.words = scalars.allocate(torch.zeros, size, dtype=dtype, device=device)
+        self._header = self.words[: norm_layout.RING]
+        self.load(saved)
+
+    def fits(self, rule: Sigmas | ClipLimit, device: torch.device) -> bool:
+        return self.words.device == device and _window_of(self.rule) == _window_of(rule)
+
+    def saved(self) -> list[float]:
+        """Returns the header and the norms, oldest first, with a host sync."""
+        words: list[float] = self.words.tolist()
+        self._warn(words)
+        header, ring = words[: norm_layout.RING], words[norm_layout.RING :]
+        count = int(header[norm_layout.COUNT])
+        start = count % len(ring) if ring else 0
+        norms = (ring[start:] + ring[:start])[max(0, len(ring) - count) :]
+        return _counted(header, norms) if ring else header
+
+    def load(self, saved: list[float]) -> None:
+        """Takes what `saved` returned, as many norms as fit, in the same memory."""
+        words, window = saved or [0.0] * norm_layout.RING, _window_of(self.rule)
+        if window:
+            words = _counted(words[: norm_layout.RING], words[norm_layout.RING :][-window:])
+        if isinstance(self.rule, Sigmas):
+            words[norm_layout.PATIENCE] = self.rule._patience
+        words = words + [0.0] * (self.words.numel() - len(words))
+        here = scalars.allocate(torch.tensor, words, dtype=self.words.dtype, device="cpu")
+        self.words.copy_(here)
+        self._warned, self._copies = self._events(words), scalars.HostCopies()
+
+    def check(self) -> None:
+        """Warns of a restart or of many clips; on a GPU from a copy that has arrived."""
+        if is_capturing():
+            self.is_captured = True
+            return
+        header, self._clips = self._header, self._clips + 1
+        # Of other devices every copy waits.
+        if self._clips % _CLIPS_PER_COPY == 0 if header.is_cuda else header.is_cpu:
+            self._warn(self._copies.latest(header))
+
+    def _events(self, header: list[float]) -> float:
+        """Number of restarts of `Sigmas`; of `ZScore` whether there are many clips in a row."""
+        word = header[norm_layout.RESTARTS]
+        return word if isinstance(self.rule, Sigmas) else float(word >= _MANY_CLIPS)
+
+    def _warn(self, header: list[float] | None) -> None:
+        if header is None or isinstance(self.rule, Percentile):
+            return
+        if (events := self._events(header)) > self._warned:
+            self._warned = events
+            warn_caller(self.rule._warning)
+
+
+def _window_of(rule: Sigmas | ClipLimit) -> int:
+    return 0 if isinstance(rule, ZScore) else rule.window
+
+
+def _counted(header: list[float], norms: list[float]) -> list[float]:
+    """Joins the header and the norms of a ring, oldest first, of which none was lost."""
+    return [float(len(norms)), *header[norm_layout.COUNT + 1 :], *norms]
+
+
+@dataclass
+class _Record:
+    """Histories of one optimizer by the name of their rule; what was saved of it until it is met.
+
+    Attributes:
+        place: The optimizer's place in a checkpoint.
+        known: The histories.
+    """
+
+    place: int
+    known: dict[str, _History | list[float]]
+
+    def saved(self) -> dict[str, list[float]]:
+        known = self.known.items()
+        return {name: each if isinstance(each, list) else each.saved() for name, each in known}
+
+
+class NormHistories:
+    """The norms of the steps of each optimizer, for limits that follow them.
+
+    They are saved in the order in which optimizers first met one. Loaded norms belong to
+    the optimizers that meet one next, in this order, which alone tells which of the checkpoint's
+    optimizers is which one here. An optimizer whose limit was captured gets those in its place at
+    once, in the same memory: replays ask for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._records = ByOptimizer[_Record]()
+        # Of a checkpoint or a pickle, by place, for optimizers yet to come.
+        self._loaded: dict[int, dict[str, list[float]]] = {}
+        # Whether a norm was compared in this iteration, and whether to warn if none was.
+        self._is_compared, self._warns = False, True
+
+    def _of(self, optimizer: Any, rule: Sigmas | ClipLimit, device: torch.device) -> _History:
+        """The optimizer's history of a rule, on a device."""
+        record, name = self._records.get(optimizer), type(rule).__name__
+        known = [] if record is None else record.known.get(name, [])
+        if isinstance(known, list) or not known.fits(rule, device):
+            refuse_capture(f"the creation of the norms of {name}, which every replay would reset")
+            if record is None:
+                place = min(self._loaded, default=max(self._places(), default=-1) + 1)
+                record = _Record(place, {**self._loaded.pop(place, {})})
+                self._records.record(optimizer, record)
+            saved = record.saved().get(name, [])
+            known = record.known[name] = _History(rule, saved, device)
+        if isinstance(rule, Sigmas) and rule != known.rule:
+            known.words[norm_layout.PATIENCE] = rule._patience
+        known.rule = rule
+        return known
+
+    def clip_limit(
+        self, optimizer: Any, rule: ClipLimit, norm: Tensor, found_inf: Tensor | None
+    ) -> Tensor:
+        """Returns the limit of a norm, which joins the optimizer's history; no host sync."""
+        history = self._of(optimizer, rule, norm.device)
+        # Rounded, so that all ranks take the same limit.
+        norm = norm.detach().float().to(history.words.dtype).reshape(())
+        taken = norm.isfinite() & (norm > 0)
+        if found_inf is not None:
+            taken &= found_inf.reshape(()) == 0
+        limit = rule._take(history.words, norm, taken)
+        history.check()
+        return limit
+
+    def skip_rule(self, optimizer: Any, limit: float | Sigmas, device: torch.device) -> SkipRule:
+        """Returns the rule for a norm, which joins the optimizer's history in the kernel."""
+        if not isinstance(limit, Sigmas):
+            return limit, None
+        return limit.sigmas, self._of(optimizer, limit, device).words
+
+    def compared(self, optimizer: Any, rule: SkipRule) -> None:
+        """Ends a clip that has compared the norm by a rule."""
+        self._is_compared = True
+        record = self._records.get(optimizer)
+        known = None if record is None else record.known.get(Sigmas.__name__)
+        if rule[1] is not None and isinstance(known, _History):
+            known.check()
+
+    def end_iteration(self) -> None:
+        """Ends an iteration with a default limit; warns once if no norm was compared with it."""
+        if self._warns and not self._is_compared:
+            self._warns = False
+            warn_caller(
+                "skip_above had no effect: since the last update() no gradient norm was compared "
+                "with it. Where a method of the scaler is overridden, or an optimizer's step takes "
+                "grad_scaler, only scaler.clip_grad_norm_ compares."
+            )
+        self._is_compared = False
+
+    def _places(self) -> list[int]:
+        return sorted([*self._loaded, *(record.place for _, record in self._records)])
+
+    def saved(self) -> list[Saved]:
+        """Returns the norms by optimizer and name of the rule, with a host sync for each."""
+        saved = {**self._loaded, **{each.place: each.saved() for _, each in self._records}}
+        return [list(saved[place].items()) for place in self._places()]
+
+    def load(self, saved: list[Saved]) -> None:
+        """Takes what `saved` returned, for captured limits and those to come."""
+        places, before = self._places(), self._records
+        self._loaded, self._records = dict(enumerate(map(dict, saved))), ByOptimizer()
+        for optimizer, record in before:
+            known, place = record.known.items(), places.index(record.place)
+            kept = {n: each for n, each in known if isinstance(each, _History) and each.is_captured}
+            if kept:
+                record = _Record(place, {**self._loaded.pop(place, {})})
+                for name, history in kept.items():
+                    history.load(record.saved().get(name, []))
+                    record.known[name] = history
+                self._records.record(optimizer, record)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer is not the same in another process.
+        return {**NormHistories().__dict__, "_loaded": dict(enumerate(map(dict, self.saved())))}
+
+
+def require_norms(saved: Any) -> list[Saved]:
+    """Returns the norms of a checkpoint.
+
+    Raises:
+        ValueError: If they are not, for each optimizer, pairs of a rule's name and finite floats.
+    """
+    try:
+        are_valid = type(saved) is list and all(
+            name in ("Sigmas", "Percentile", "ZScore")
+            and len(words) >= norm_layout.RING
+            and all(type(word) is float and 0 <= word < math.inf for word in words)
+            and words[norm_layout.COUNT] < 2**53
+            and words[norm_layout.COUNT].is_integer()
+            for pairs in saved
+            for name, words in pairs
+        )
+    except (TypeError, ValueError):
+        are_valid = False
+    if not are_valid:
+        raise ValueError(
+            "the checkpoint's norms must be lists of pairs, of 'Sigmas', 'Percentile' or 'ZScore' "
+            f"and {norm_layout.RING} or more finite floats, the first one a count, got {saved!r}"
+        )
+    return saved  # type: ignore[no-any-return]
