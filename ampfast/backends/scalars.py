@@ -35,8 +35,7 @@ def allocate(
     **options: Any,
 ) -> Tensor:
     """Returns `make(*args)` as a tensor that may be written outside of inference mode, too."""
-    # A compiler breaks its graph where it meets the question.
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return make(*args, dtype=dtype, device=device, **options)
     return make(*args, dtype=dtype, device=device, **options)

@@ -675,6 +675,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
 
     # torch's private methods, which subclasses override and other projects call.
 
+    @not_compiled
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if str(dev) != "cpu":
             refuse_capture("the creation of the scale, which every replay would reset")
