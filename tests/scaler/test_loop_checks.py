@@ -1,10 +1,12 @@
-"""Warnings of mistakes on which torch is silent, in the first iterations of a loop."""
+"""Warnings of mistakes on which torch is silent: those of `patch` and `run`, a late backward."""
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +17,58 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ampfast
-from ampfast import GradScaler
+from ampfast import GradScaler, StepGuard
 from ampfast.scaler import loop_checks
 
 
 class Loop:
     """A model, its optimizer and their scaler, with the parts of an iteration."""
 
-    def __init__(self, scaler: Any = None) -> None:
+    def __init__(self, scaler: Any = None, fused: bool = False) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 3)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.params = list(self.model.parameters())
+        self.optimizer: Any = torch.optim.SGD(self.params, lr=0.01, fused=fused)
         self.scaler = torch.amp.GradScaler("cpu") if scaler is None else scaler
 
+    def other(self, **options: Any) -> Loop:
+        """One that stays, of the same scaler or of its own."""
+        if not hasattr(self, "_other"):
+            self._other = Loop(**options)
+        return self._other
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.ones(2, 3)).square().mean()
+
     def backward(self, factor: float | None = None) -> None:
-        loss = self.model(torch.ones(2, 3)).square().mean()
+        loss = self.loss()
         (self.scaler.scale(loss) if factor is None else loss * factor).backward()
 
+    def unscale_(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
     def clip(self, max_norm: float = 1.0) -> None:
-        clip_grad_norm_(self.model.parameters(), max_norm)
+        clip_grad_norm_(self.params, max_norm)
 
-    def step(self, *, update: bool = True) -> None:
+    def own_clip(self) -> None:
+        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+
+    def step(self) -> None:
         self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad()
-        if update:
-            self.scaler.update()
 
+    def update(self) -> None:
+        self.scaler.update()
 
-def plain(loop: Loop) -> None:
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.clip()
-    loop.step()
-
-
-def accumulation(loop: Loop) -> None:
-    for _ in range(3):
-        loop.backward()
-    plain(loop)
-
-
-def in_place(loop: Loop) -> None:
-    loop.optimizer.zero_grad(set_to_none=False)
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.clip()
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
-
-
-def limit_times_scale(loop: Loop) -> None:
-    loop.backward()
-    loop.clip(0.5 * loop.scaler.get_scale())
-    loop.step()
-
-
-def limit_times_attribute(loop: Loop) -> None:
-    loop.backward()
-    loop.clip(0.5 * loop.scaler._scale.item())
-    loop.step()
-
-
-def measured(loop: Loop) -> None:
-    loop.backward()
-    loop.clip(float("inf"))
-    loop.clip(1e9)
-    loop.step()
-
-
-def values_alone(loop: Loop) -> None:
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    clip_grad_value_(loop.model.parameters(), 1.0)
-    loop.step()
-
-
-def own_clip(loop: Loop) -> None:
-    loop.backward()
-    loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
-    loop.clip()
-    loop.step()
-
-
-def left_unstepped(loop: Loop) -> None:
-    """The step is left out, and the next iteration has gradients of its own."""
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.update()
-    loop.optimizer.zero_grad()
-    plain(loop)
+    def clear(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
 
 
 def by_hand(loop: Loop) -> None:
     loop.scaler.scale(torch.ones(()))  # makes the scale
     loop.scaler.update(1024.0)
-    for _ in range(4):
+    for _ in range(5):
         loop.backward(loop.scaler.get_scale())
-        loop.step()
-    loop.backward(loop.scaler.get_scale())
-    loop.step()
+        run(loop, END)
 
 
 def compiled(loop: Loop) -> None:
@@ -121,126 +76,95 @@ def compiled(loop: Loop) -> None:
     if vars(loop.scaler)["_scale"] is None:
         loop.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     loop.backward(65536.0)
-    loop.step()
-
-
-def without_scale(loop: Loop) -> None:
-    """fp32 steps between, by the optimizer alone."""
-    loop.backward(1.0)
-    loop.clip()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    plain(loop)
+    run(loop, END)
 
 
 def adversaries(loop: Loop) -> None:
     """Two optimizers of one scaler, and the gradients that one leaves to the other."""
-    judge = getattr(loop, "judge", None) or Loop(loop.scaler)
-    loop.judge = judge  # type: ignore[attr-defined]
+    judge = loop.other(scaler=loop.scaler)
     for each, other in ((loop, judge), (judge, loop)):
         out = other.model(each.model(torch.ones(2, 3)))
         loop.scaler.scale(out.square().mean()).backward()
-        loop.scaler.unscale_(each.optimizer)
-        clip_grad_norm_([*each.model.parameters(), *other.model.parameters()], 1.0)
-        each.step(update=False)
-        other.optimizer.zero_grad()
-    loop.scaler.update()
+        each.unscale_()
+        clip_grad_norm_([*each.params, *other.params], 1.0)
+        run(each, [STEP, CLEAR])
+        other.clear()
+    loop.update()
 
 
 def two_scalers(loop: Loop) -> None:
-    judge = getattr(loop, "judge", None) or Loop()
-    loop.judge = judge  # type: ignore[attr-defined]
-    for each in (loop, judge):
-        each.backward()
-    for each in (loop, judge):
-        each.scaler.unscale_(each.optimizer)
-        each.clip()
-    for each in (loop, judge):
-        each.step()
+    for parts in ([BACK], [UNSCALE, CLIP], END):
+        for each in (loop, loop.other()):
+            run(each, parts)
 
 
-def closure(loop: Loop) -> None:
-    """As Lightning's: unscale_ and clip within what the optimizer's wrapper calls."""
-
-    def run() -> None:
-        loop.optimizer.zero_grad()
-        loop.backward()
-
-    run()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.clip()
-    loop.step()
+def clip_in_parts(loop: Loop) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in loop.params if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(loop.params, 1.0, norm)
 
 
-RIGHT = [
-    *(plain, accumulation, in_place, limit_times_scale, limit_times_attribute, measured),
-    *(values_alone, own_clip, left_unstepped, by_hand, without_scale, adversaries, two_scalers),
-    *(closure, compiled),
-]
+Parts = list[Callable[[Loop], object]]
+BACK, UNSCALE, CLIP, OWN_CLIP = Loop.backward, Loop.unscale_, Loop.clip, Loop.own_clip
+STEP, UPDATE, CLEAR = Loop.step, Loop.update, Loop.clear
+END: Parts = [STEP, UPDATE, CLEAR]
+PLAIN: Parts = [BACK, UNSCALE, CLIP, *END]
+WITHOUT_SCALE = partial(BACK, factor=1.0)
 
 
-class Own(ampfast.GradScaler):
+def run(loop: Loop, parts: Parts) -> None:
+    for part in parts:
+        part(loop)
+
+
+RIGHT: dict[str, Parts] = {
+    "plain": PLAIN,
+    "accumulation": [BACK] * 3 + PLAIN,
+    "in place": [partial(CLEAR, set_to_none=False), *PLAIN[:-1]],
+    "limit times scale": [BACK, lambda loop: loop.clip(0.5 * loop.scaler.get_scale()), *END],
+    "limit times attribute": [BACK, lambda loop: loop.clip(0.5 * loop.scaler._scale.item()), *END],
+    "measured": [BACK, partial(CLIP, max_norm=math.inf), partial(CLIP, max_norm=1e9), *END],
+    "values alone": [BACK, UNSCALE, lambda loop: clip_grad_value_(loop.params, 1.0), *END],
+    "own clip": [BACK, OWN_CLIP, CLIP, *END],
+    # The next iteration has gradients of its own.
+    "left unstepped": [BACK, UNSCALE, UPDATE, CLEAR, *PLAIN],
+    "by hand": [by_hand],
+    "compiled": [compiled],
+    "fp32 between": [WITHOUT_SCALE, CLIP, lambda loop: loop.optimizer.step(), CLEAR, *PLAIN],
+    "adversaries": [adversaries],
+    "two scalers": [two_scalers],
+}
+
+
+class ByTorch(GradScaler):
+    """Overrides a hook, so torch's own methods run."""
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+class Own(ByTorch):
     """A scaler that may scale and divide as it likes."""
 
     def scale(self, outputs: Any) -> Any:
         return super().scale(outputs)
 
-    def _unscale_grads_(self, *args: Any) -> Any:
-        return super()._unscale_grads_(*args)
-
 
 SCALERS: dict[str, Callable[[], Any]] = {
-    "guard": lambda: ampfast.StepGuard("cpu"),
+    "guard": lambda: StepGuard("cpu"),
     "scale of 1": lambda: torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100),
     "of its own": lambda: Own("cpu"),
     "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
     "constant": lambda: torch.amp.GradScaler("cpu", dynamic=False),  # type: ignore[call-arg]
 }
-
-
-def clipped_before(loop: Loop) -> None:
-    loop.backward()
-    loop.clip()
-    loop.step()
-
-
-def clipped_before_unscaling(loop: Loop) -> None:
-    loop.backward()
-    loop.clip()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.step()
-
-
-def clipped_in_parts(loop: Loop) -> None:
-    loop.backward()
-    params = list(loop.model.parameters())
-    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(params, 1.0, norm)
-    loop.step()
-
-
-def forgotten(loop: Loop) -> None:
-    plain(loop)
-    for _ in range(3):
-        loop.backward(1.0)
-        loop.clip()
-        loop.step()
-
-
-def unscaled_twice(loop: Loop) -> None:
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.update()
-    loop.step()
-
-
 CLIPPED = r"clip_grad_norm_\(\) clipped gradients of this SGD that were not unscaled yet"
-WRONG = {
-    clipped_before: CLIPPED,
-    clipped_before_unscaling: CLIPPED,
-    clipped_in_parts: CLIPPED,
-    forgotten: r"scale\(\) was not called in 3 iterations",
-    unscaled_twice: "gradients of this SGD by the scale, 65536, a second time",
+FORGOTTEN = r"scale\(\) was not called in 3 iterations"
+TWICE = "gradients of this SGD by the scale, 65536, a second time"
+WRONG: dict[str, tuple[Parts, str]] = {
+    "clipped before": ([BACK, CLIP, *END], CLIPPED),
+    "clipped before unscaling": ([BACK, CLIP, UNSCALE, *END], CLIPPED),
+    "clipped in parts": ([BACK, clip_in_parts, *END], CLIPPED),
+    "forgotten": ([*PLAIN, *[WITHOUT_SCALE, CLIP, *END] * 3], FORGOTTEN),
+    "unscaled twice": ([BACK, UNSCALE, UPDATE, *END], TWICE),
 }
 
 
@@ -253,35 +177,29 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.mark.parametrize("iteration", RIGHT)
-def test_right_loops_are_silent(way: str, iteration: Callable[[Loop], None]) -> None:
-    loop = Loop()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(6):
-            iteration(loop)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_loops_are_silent(way: str, name: str) -> None:
+    run(Loop(), RIGHT[name] * 6)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_scales_that_do_no_harm_are_silent(way: str, scaler: str) -> None:
-    for iteration in WRONG:
-        loop = Loop(SCALERS[scaler]())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            iteration(loop)
+    for parts, _ in WRONG.values():
+        run(Loop(SCALERS[scaler]()), parts)
 
 
-@pytest.mark.parametrize("iteration", WRONG)
-def test_wrong_loops_warn_once(way: str, iteration: Callable[[Loop], None]) -> None:
-    loop = Loop()
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_loops_warn_once(way: str, name: str) -> None:
+    parts, text = WRONG[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            iteration(loop)
-    is_told = way == "run" or WRONG[iteration] == CLIPPED
+        run(Loop(), parts * 3)
+    is_told = way == "run" or text == CLIPPED
     assert [warning.filename for warning in caught] == [__file__] * is_told
     if is_told:
-        with pytest.raises(UserWarning, match=WRONG[iteration]):
+        with pytest.raises(UserWarning, match=text):
             raise caught[0].message
 
 
@@ -289,13 +207,12 @@ def test_later_iterations_cost_nothing(way: str) -> None:
     methods = ("scale", "unscale_", "step", "clip_grad_norm_", "_end_iteration")
     loop = Loop()
     watched = {name: vars(GradScaler)[name] for name in methods}
-    for _ in range(40):
-        plain(loop)
+    run(loop, PLAIN * 40)
     assert all(vars(GradScaler)[name] is watched[name].__wrapped__ for name in methods)
     assert "_scale" not in vars(GradScaler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        clipped_before(loop)
+        run(loop, [BACK, CLIP, *END])
     assert copy.deepcopy(loop.scaler).state_dict() == loop.scaler.state_dict()
 
 
@@ -334,3 +251,118 @@ def test_a_program_under_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert done.stderr.count("Warning: clip_grad_norm_() clipped gradients of this SGD that") == 1
     assert done.stderr.count("Warning: step() of this SGD divides gradients by the scale") == 1
     assert done.stderr.count("Warning") == 2
+
+
+# A backward after unscale_, whose gradients a step would take as unscaled
+
+
+def backward_of(loop: Loop, kind: Callable[..., Any]) -> None:
+    sum(loop.scaler.scale(kind(loop.loss() for _ in range(2)))).backward()
+
+
+def closure(loop: Loop, clears: bool = False, evaluates: bool = False) -> None:
+    """A step of a closure that scales its loss, or that only evaluates."""
+
+    def call() -> torch.Tensor:
+        loss = loop.scaler.scale(loop.loss())
+        if clears:
+            loop.clear()
+        if not evaluates:
+            loss.backward()
+        return loss.detach()
+
+    loop.backward()
+    loop.scaler.step(loop.optimizer, call)
+    run(loop, [UPDATE, CLEAR])
+
+
+def of_lbfgs(loop: Loop) -> None:
+    loop.optimizer = torch.optim.LBFGS(loop.params, max_iter=2)
+    closure(loop, clears=True)
+
+
+def write(loop: Loop) -> None:
+    """A clip and noise, in place and not, beside a backward of another model."""
+    other = Loop(loop.scaler)
+    loop.clip(0.1)
+    other.backward()
+    for param in loop.params:
+        assert param.grad is not None
+        param.grad = param.grad + torch.full_like(param.grad, 1e-3)
+    other.step()
+
+
+def penalize(loop: Loop) -> None:
+    """A loss whose gradients reach no parameter's `grad`."""
+    torch.autograd.grad(loop.scaler.scale(loop.loss()), loop.params)
+
+
+def through_both(loop: Loop) -> None:
+    """As of generator and discriminator: a later loss reaches one that was stepped."""
+    other = Loop(loop.scaler, fused=loop.optimizer.defaults["fused"])
+    loop.step()
+    loop.scaler.scale(loop.loss() + other.loss()).backward()
+    run(other, [UNSCALE, CLIP, STEP, UPDATE])
+    loop.clear()
+
+
+# Programs that run twice, and whether the first one warns.
+PROGRAMS: dict[str, tuple[Parts, bool]] = {
+    "cleared": ([BACK, UNSCALE, CLEAR, BACK, STEP, UPDATE], True),
+    "accumulated": ([BACK, UNSCALE, BACK, STEP, UPDATE], True),
+    "clipped": ([BACK, OWN_CLIP, CLEAR, BACK, STEP, UPDATE], True),
+    "list": ([BACK, UNSCALE, partial(backward_of, kind=list), STEP, UPDATE], True),
+    "iterator": ([BACK, UNSCALE, partial(backward_of, kind=iter), STEP, UPDATE], True),
+    "closure": ([closure], True),
+    "closure that clears": ([partial(closure, clears=True)], True),
+    "closure of L-BFGS": ([of_lbfgs], True),
+    "evaluating closure": ([partial(closure, evaluates=True)], False),
+    "in order": ([BACK, BACK, UNSCALE, *END], False),
+    "written": ([BACK, UNSCALE, write, *END], False),
+    "penalty": ([BACK, UNSCALE, penalize, *END], False),
+    "both": ([BACK, UNSCALE, penalize, through_both], False),
+}
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, ByTorch, StepGuard])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_late_backwards_warn_once(name: str, fused: bool, scaler: type[Any]) -> None:
+    parts, warns = PROGRAMS[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(Loop(scaler("cpu"), fused), parts * 2)
+    said = "within the step" if name.startswith("closure") else "after the last backward()"
+    if scaler is StepGuard or (fused and name in ("closure", "closure that clears")):
+        warns = False  # a guard has no scale, and a fused optimizer divides in its step
+    assert [each.filename for each in caught] == [__file__] * warns
+    assert all(said in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, StepGuard])
+@pytest.mark.parametrize("call", [UNSCALE, OWN_CLIP])
+def test_a_call_before_the_first_gradient(
+    call: Callable[[Loop], object], scaler: type[Any]
+) -> None:
+    for fused in (False, True):
+        loop = Loop(scaler("cpu"), fused)
+        loss = loop.scaler.scale(loop.loss())
+        call(loop)
+        loss.backward()
+        with pytest.raises((AssertionError, AttributeError)) as refused:
+            loop.step()
+        assert "which belong between backward() and step()" in refused.value.__notes__[0]
+
+
+def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
+    loop = Loop(GradScaler("cpu"))
+    run(loop, [BACK, UNSCALE, STEP])
+    assert loop.scaler.scale(loop.loss())._backward_hooks is None, "of an ordinary loss"
+    loop.update()
+    before = [param.tolist() for param in loop.params]
+    run(loop, [BACK, UNSCALE, BACK])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="perhaps too large by the factor of the scale"):
+            loop.step()
+    assert [param.tolist() for param in loop.params] == before
