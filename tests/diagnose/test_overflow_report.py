@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import comparison
 from support.captures import pretend_capture
+from support.comparison import started
 from support.gradients import parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -27,13 +27,9 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 
 
-def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
-    return comparison.started(GradScaler, 4.0, track=track, **arguments)
-
-
 @pytest.fixture(params=["cpu", "aten"])
 def scaler(request: pytest.FixtureRequest) -> GradScaler:
-    return started(backend=request.param)
+    return started(track="overflow", backend=request.param)
 
 
 def parameters(*values: float | None, dtype: torch.dtype = torch.float32) -> list[Any]:
@@ -92,14 +88,14 @@ def test_a_pass_by_an_overridden_hook_is_marked() -> None:
         def _unscale_grads_(self, *args: Any) -> Any:
             return super()._unscale_grads_(*args)
 
-    scaler = comparison.started(Calls, 4.0, track="overflow")
+    scaler = started(Calls, track="overflow")
     assert kinds(report_of(scaler, sgd(parameters(INF)))) == [(0, "inf")]
 
     class Keeps(GradScaler):
         def _unscale_grads_(self, optimizer: Any, inverse: Any, found: Any, fp16: bool) -> Any:
             return {found.device: found}
 
-    scaler = comparison.started(Keeps, 4.0, track="overflow")
+    scaler = started(Keeps, track="overflow")
     with pytest.raises(RuntimeError, match="knows nothing: Keeps overrides a hook"):
         report_of(scaler, sgd(parameters(INF)))
 
@@ -163,7 +159,7 @@ def test_lists_that_change_keep_their_rows(backend: str, request: pytest.Fixture
     """An unused parameter shifts later ones in the list, not in the rows."""
     if backend == "launched":
         request.getfixturevalue("launcher")
-    scaler = started(backend="aten" if backend == "aten" else "cpu")
+    scaler = started(track="overflow", backend="aten" if backend == "aten" else "cpu")
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5, 3)]
     optimizer = sgd(params)
     memory, places = torch.ones(64), (0, 16, 32, 0)  # the last is in the memory of the first
@@ -179,7 +175,7 @@ def test_lists_that_change_keep_their_rows(backend: str, request: pytest.Fixture
 
 
 def test_several_optimizers_and_dtypes() -> None:
-    scaler = started(allow_fp16=True)
+    scaler = started(track="overflow", allow_fp16=True)
     first = parameters(1.0, NAN) + parameters(INF, dtype=torch.float16)
     second = parameters(INF, dtype=torch.float64) + parameters(1.0, dtype=torch.bfloat16)
     optimizers = [sgd(first), torch.optim.Adagrad(second)]
@@ -198,7 +194,7 @@ def test_several_optimizers_and_dtypes() -> None:
 
 @pytest.mark.parametrize("names", [True, False])
 def test_a_deleted_optimizer_is_reported_and_keeps_no_parameters(names: bool) -> None:
-    scaler = started()
+    scaler = started(track="overflow")
 
     def train() -> Any:
         model = net()
@@ -223,7 +219,7 @@ def test_a_deleted_optimizer_is_reported_and_keeps_no_parameters(names: bool) ->
 
 
 def test_irregular_gradients() -> None:
-    scaler, sparse = started(), torch.nn.Parameter(torch.zeros(4, 2))
+    scaler, sparse = started(track="overflow"), torch.nn.Parameter(torch.zeros(4, 2))
     values = [[1.0, 2.0], [INF, 1.0]]
     sparse.grad = torch.sparse_coo_tensor([[1, 3]], values, (4, 2), check_invariants=True)
     strided = torch.tensor([[1.0, 9.0], [NAN, 9.0]])[:, 0]
@@ -237,7 +233,7 @@ def test_irregular_gradients() -> None:
 
 
 def test_a_scale_of_zero_makes_zeros_infinite_as_others() -> None:
-    scaler = started()
+    scaler = started(track="overflow")
     scaler._scale = torch.zeros(())
     optimizer = sgd([parameter_with(torch.tensor(values)) for values in ([0.0], [0.0, 1.0])])
     assert kinds(report_of(scaler, optimizer)) == [(0, "inf"), (1, "inf")]
@@ -254,7 +250,7 @@ def test_a_disabled_scaler_clips(track: str) -> None:
 
 
 def test_parameters_that_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaler, params = started(), parameters(INF, 1.0)
+    scaler, params = started(track="overflow"), parameters(INF, 1.0)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": params}], step=lambda: None)
     report_of(scaler, optimizer)
     params += parameters(NAN)
@@ -279,7 +275,7 @@ def test_parameters_that_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_names_that_do_not_match_the_optimizer() -> None:
-    scaler, params = started(), parameters(NAN, INF)
+    scaler, params = started(track="overflow"), parameters(NAN, INF)
     scaler.name_parameters([("other", parameters(1.0)[0])])
     optimizer = sgd(params)
     with pytest.raises(ValueError, match="none of the optimizers' 2 parameters"):
@@ -306,7 +302,7 @@ def test_names_that_do_not_match_the_optimizer() -> None:
 @pytest.mark.parametrize("track", [None, "overflow"])
 def test_bad_names(track: str | None, given: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
-        started(track).name_parameters(given)
+        started(track=track).name_parameters(given)
 
 
 @pytest.mark.parametrize("track", ["all", "Overflow", "", 3, True, ["overflow"]])
@@ -314,11 +310,11 @@ def test_bad_track(track: Any) -> None:
     with pytest.raises(ValueError if isinstance(track, str) else TypeError, match="track must be"):
         GradScaler("cpu", track=track)
     with pytest.raises(RuntimeError, match="made with track='overflow'"):
-        started(None).overflow_report()
+        started().overflow_report()
 
 
 def test_the_last_name_counts() -> None:
-    model, scaler = net(), started()
+    model, scaler = net(), started(track="overflow")
     model[0].weight = model[2].weight = torch.nn.Parameter(torch.ones(4, 3))  # of two modules
     optimizer = sgd(model[0].parameters())
     for param in model[0].parameters():

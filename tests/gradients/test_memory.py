@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import comparison
-from support.comparison import TorchScaler
+from support.comparison import TorchScaler, started
 from support.gradients import parameter_with
 
 import ampfast
@@ -32,17 +31,13 @@ def lazy() -> tuple[torch.Tensor, torch.nn.Parameter]:
     return original, param
 
 
-def started(kind: Any = GradScaler, scale: float = 4.0, **arguments: Any) -> Any:
-    return comparison.started(kind, scale, **arguments)
-
-
 WAYS = [(TorchScaler, {}), (GradScaler, {}), (GradScaler, {"track": "overflow"}), (Calls, {})]
 
 
 @pytest.mark.parametrize(("kind", "arguments"), WAYS)
 def test_unscaling_leaves_the_original(kind: type, arguments: dict[str, Any]) -> None:
     original, param = lazy()
-    started(kind, **arguments).unscale_(torch.optim.SGD([param]))
+    started(kind, 4.0, **arguments).unscale_(torch.optim.SGD([param]))
     assert param.grad.tolist() == [2.0] * 3
     assert original.tolist() == [8.0] * 3
 
@@ -102,7 +97,7 @@ def test_the_scaler_refuses_it(
     optimizer = torch.optim.SGD([good, bad], lr=1.0)
     # As of torch's fused optimizers, whose constructor takes no complex parameter.
     optimizer.param_groups[0]["fused"] = optimizer._step_supports_amp_scaling = fused
-    scaler = started(backend=backend, track="overflow")
+    scaler = started(scale=4.0, backend=backend, track="overflow")
     with REFUSED:
         getattr(scaler, call[0])(optimizer, *call[1:])
     assert good.grad.tolist() == [8.0] * 3
@@ -139,7 +134,7 @@ def shared(kind: str) -> Made:
 
 def by_torch(kind: str, limit: float, order: float) -> list[torch.Tensor]:
     params, optimizer = shared(kind)
-    started(TorchScaler, 8.0).unscale_(optimizer)
+    started(TorchScaler).unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(params, limit, order)
     return [norm, *(param.grad for param in params if param.grad is not None)]
 
@@ -150,7 +145,7 @@ def by_torch(kind: str, limit: float, order: float) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_clip_is_torchs(kind: str, in_place: bool, limit: float, order: float) -> None:
     params, optimizer = shared(kind)
-    scaler = started(scale=8.0)
+    scaler = started()
     before = [param.grad.tolist() for param in params if param.grad is not None]
     with pytest.warns(UserWarning, match="share memory"):
         norm = scaler.grad_norm(optimizer, order)
@@ -173,7 +168,7 @@ def test_master_weights_of_a_parameter_that_is_listed_twice() -> None:
     optimizer = torch.optim.SGD([param], lr=1.0)
     optimizer.param_groups[0]["params"].append(param)
     ampfast.master_weights_(optimizer)
-    param.grad, scaler = torch.tensor([24.0, 32.0], dtype=torch.bfloat16), started(scale=8.0)
+    param.grad, scaler = torch.tensor([24.0, 32.0], dtype=torch.bfloat16), started()
     with pytest.warns(UserWarning, match="share memory"):
         norms = [scaler.grad_norm(optimizer), scaler.clip_grad_norm_(optimizer, 1.0)]
     torch.testing.assert_close(torch.stack(norms), torch.full((2,), 50**0.5))

@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import comparison
-from support.comparison import TorchScaler
+from support.comparison import TorchScaler, outcome, started
 from support.gradients import parameter_with
 
 from ampfast import GradScaler, ShardedGradScaler, StepGuard
-
-started = functools.partial(comparison.started, GradScaler)
 
 
 @pytest.mark.parametrize("arguments", [(65536,), (2.0**16,), (np.float32(8.0),), (float("inf"),)])
@@ -166,7 +163,12 @@ def test_errors_of_methods(
     make: Make, calls: str, error: Any, text: str, notes: tuple[str, ...], way: str
 ) -> None:
     for call in calls.split():
-        scaler: Any = comparison.started(Hooked) if way == "hooked" else started(backend=way)
+        if hasattr(TorchScaler, call):
+            theirs = started(TorchScaler)
+            torchs = outcome(partial(getattr(theirs, call), make(theirs))).error
+            ours = started()
+            assert repr(outcome(partial(getattr(ours, call), make(ours))).error) == repr(torchs)
+        scaler = started(Hooked) if way == "hooked" else started(backend=way)
         optimizer = make(scaler)
         before = grads_of(optimizer)
         records = len(scaler._per_optimizer_states)
@@ -199,7 +201,7 @@ def test_what_is_no_optimizer_is_named(
     arguments: dict[str, Any], method: str, given: object
 ) -> None:
     arguments = {"kind": GradScaler, **arguments}
-    scaler = comparison.started(arguments.pop("kind"), **arguments)
+    scaler = started(arguments.pop("kind"), **arguments)
     theirs = TorchScaler("cpu", enabled=arguments.get("enabled", True))
     theirs.scale(torch.ones(()))
     if method == "unscale_" and arguments == {"enabled": False}:

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.comparison import Scaler, TorchScaler, agree, outcome, started
-from support.gradients import make_gradient, parameter_with, sgd_with, six
-from support.optimizers import OPTIMIZERS
+from support.gradients import parameter_with, sgd_with, six
 from support.steps import side
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,60 +49,6 @@ def test_without_cuda_warns_at_the_users_line_and_is_disabled() -> None:
         [(category, _, filename, _)] = result.warned
         assert category is UserWarning and filename == __file__
 
-
-# Scenarios that raise
-
-ERRORS: dict[str, Callable[[Any], object]] = {}
-
-
-def error(*calls: str, on: tuple[Any, ...] = ()) -> None:
-    """Calls of one scaler, of which the last raises; `o` is an optimizer, or of gradients `on`."""
-
-    def use(kind: Scaler) -> None:
-        names = {"s": started(kind), "o": sgd_with(*[g() for g in on] or [torch.ones(2)])}
-        for call in calls:
-            made = {"new": kind("cpu"), "fused": torch.optim.SGD([six(2)], fused=True)}
-            exec(call, {**names, **made, "half": half, "groups": groups})
-
-    ERRORS[f"{'; '.join(calls)} {len(ERRORS)}"] = use
-
-
-def half(optimizer: Any) -> None:
-    optimizer.add_param_group({"params": [parameter_with(torch.ones(2).half())]})
-
-
-def groups(value: Any) -> Any:
-    return type("O", (), {"param_groups": value})
-
-
-for _call in ("step(o)", "unscale_(o)", "update()", "_check_inf_per_device(o)"):
-    error(f"new.{_call}")
-    error("s._scale = None", f"s.{_call}")
-    error("s._growth_tracker = None", f"s.{_call}")
-error("new.step(None, closure=1)")
-error("s.step(o)", "s.step(o)")
-error("s.step(o)", "s.unscale_(o)")
-error("s.step(o)", "s.step(o, closure=None)")
-error("s.unscale_(o)", "s.unscale_(o)")
-error("s.unscale_(o)", "half(o)", "s.unscale_(o)")
-error("o.zero_grad()", "s.step(o)")
-error("s.update()")
-error("new.update(2.0)")
-error("s.step(object())")
-error("s._get_scale_async = lambda: None", "s.step(fused)")
-for _groups in ("[{'params': [1]}]", "[{}]", "None"):
-    error(f"s.unscale_(groups({_groups}))")
-error("s.unscale_(o)", on=(lambda: torch.ones(2), lambda: torch.ones(2).half()))
-error("s.unscale_(o)", on=(lambda: make_gradient("expanded"),))
-error("s._check_inf_per_device(o)", on=(lambda: make_gradient("expanded"),))
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    assert agree(ERRORS[name]).error is not None
-
-
-# Scenarios with a result
 
 SCENARIOS: dict[str, Callable[[Any], object]] = {}
 
@@ -158,15 +103,15 @@ def scale_promotes(kind: Scaler) -> Any:
     return [scaler.scale(torch.ones(shape, dtype=d)) for d in dtypes for shape in ((), (3,))]
 
 
-@scenario_of(OPTIMIZERS)
-def gradients_written_in_place(name: str, kind: Scaler) -> Any:
-    one = side(kind, name, init_scale=8.0)
-    one.scaler.scale(one.loss(0)).backward()
-    before = [(p.grad, p.grad.data_ptr()) for p in one.model.parameters()]
-    one.scaler.unscale_(one.optimizer)
-    after = [p.grad for p in one.model.parameters()]
-    assert all(a is b and a.data_ptr() == at for (b, at), a in zip(before, after, strict=True))
-    return [[g._version for g in after], after]
+CALLS = ("step", "unscale_", "update", "_check_inf_per_device")
+
+
+@scenario_of(itertools.product(("_scale", "_growth_tracker"), CALLS))
+def without_state(case: tuple[str, str], kind: Scaler) -> Any:
+    scaler, (name, call) = started(kind), case
+    setattr(scaler, name, None)
+    arguments = () if call == "update" else (sgd_with(torch.ones(2)),)
+    return outcome(lambda: getattr(scaler, call)(*arguments)).comparable()
 
 
 @scenario
@@ -200,28 +145,6 @@ def update_with_odd_settings(setting: tuple[str, Any, float], kind: Scaler) -> A
     assert all(isinstance(e, (TypeError, RuntimeError, ValueError)) for e in errors if e)
     weight = optimizer.param_groups[0]["params"][0].detach()
     return [[type(e).__name__ for e in errors], scaler._scale, scaler._growth_tracker, weight]
-
-
-class Legacy(torch.optim.SGD):
-    """Optimizer that asks the scaler for flags and scale."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
-        flags = grad_scaler._check_inf_per_device(self)
-        return [list(flags.values()), grad_scaler._get_scale_async(), grad_scaler.get_scale()]
-
-
-@scenario
-def a_legacy_optimizer(kind: Scaler) -> Any:
-    scaler, optimizer = started(kind), Legacy([parameter_with(torch.ones(2))], lr=0.1)
-    results = []
-    for _ in range(2):
-        results.append(outcome(lambda: scaler.step(optimizer)))
-        [(category, _, filename, _)] = results[-1].warned
-        assert category is FutureWarning and filename == __file__
-        scaler.update()
-    return [[each.comparable() for each in results], hasattr(optimizer, "grad_scale")]
 
 
 @scenario_of([False, True])
@@ -272,21 +195,44 @@ class Groups(list):
 GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
     "tuple of params": lambda p: [{"params": (p,)}],
     "generator of params": lambda p: [{"params": (x for x in [p])}],
+    "dict values": lambda p: [{"params": {0: p}.values()}],
+    "iterator": lambda p: [{"params": iter([p])}],
+    "parameter list": lambda p: [{"params": torch.nn.ParameterList([p])}],
+    "module parameters": lambda p: [{"params": torch.nn.ParameterList([p]).parameters()}],
     "list that iterates otherwise": lambda p: [{"params": Groups([p])}],
     "generator of groups": lambda p: (g for g in [{"params": [p]}]),
     "UserDict": lambda p: [UserDict(params=[p])],
     "None": lambda p: [{"params": None}],
     "names": lambda p: [{"params": {"weight": p}}],
     "pairs": lambda p: [{"params": [("weight", p)]}],
+    "no groups": lambda p: None,
+    "no params": lambda p: [{}],
+    "number": lambda p: [{"params": [1]}],
 }
+
+
+class Made:
+    """An "optimizer" whose groups are made at every access."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make, self.steps = make, 0
+
+    param_groups = property(lambda self: self.make())
+
+    def step(self) -> None:
+        self.steps += 1
 
 
 @scenario_of(GROUPS)
 def groups_may_be(name: str, kind: Scaler) -> Any:
     scaler, p = started(kind, 3.0), six(3)
-    optimizer = types.SimpleNamespace(param_groups=GROUPS[name](p))
-    scaler.unscale_(optimizer)
-    return [p.grad, list(scaler._found_inf_per_device(optimizer).values())]
+    optimizer = Made(lambda: GROUPS[name](p))
+    for _ in range(3):
+        scaler.unscale_(optimizer)
+        flags = list(scaler._found_inf_per_device(optimizer).values())
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.grad, flags, optimizer.steps]
 
 
 class Same(torch.Tensor):

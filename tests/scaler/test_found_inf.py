@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import comparison
-from support.comparison import assert_same
+from support.comparison import assert_same, started
 from support.gradients import parameter_with
 from support.optimizers import KINDS, OPTIMIZERS
 
 from ampfast import GradScaler
 from ampfast.report import ScalerStats
-
-
-def started(**arguments: Any) -> Any:
-    return comparison.started(GradScaler, 2.0**16, **arguments)
 
 
 def optimizer_of(kind: str, value: float = 1.0) -> Any:

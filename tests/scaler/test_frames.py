@@ -1,14 +1,16 @@
-"""Cost of `step`, `update` and clipping on the host: Python frames and torch's small ops."""
+"""Cost of `step`, `update` and clipping on the host: Python frames."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.steps import Loop, frames_of
+from support.gradients import parameter_with
+from support.steps import Training, adamw, frames_of
 
 from ampfast import GradScaler, StepGuard
 
@@ -21,69 +23,43 @@ SCALERS: dict[str, Callable[[], GradScaler]] = {
     "tracking": lambda: GradScaler("cpu", track="overflow"),
     "limits": lambda: GradScaler("cpu", min_scale=1.0, max_scale=2.0**24, hysteresis=2),
     "guard": lambda: StepGuard("cpu"),
+    "group of one": lambda: GradScaler("cpu", process_group=torch.distributed.group.WORLD),
 }
-KINDS = pytest.mark.parametrize("kind", ["plain", "fused"])
+FUSED = pytest.mark.parametrize("fused", [False, True])
 
 
-def frames(loop: Loop) -> list[str]:
-    """Frames of a step and an update, without the optimizer's."""
+def frames(scaler: GradScaler, fused: bool, clips: bool = False, schedule: bool = False) -> Any:
+    """Frames of a clip, or of a step and an update without the optimizer's, of 10 parameters."""
+    training = Training(scaler, partial(adamw, **{"fused": True} if fused else {"foreach": False}))
+    others = [parameter_with(torch.ones(4)) for _ in range(9)]
+    training.optimizer.param_groups[0]["params"] += others
+    if schedule:
+        training.schedule = torch.optim.lr_scheduler.ConstantLR(training.optimizer)
 
     def call() -> None:
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
+        if clips:
+            scaler.clip_grad_norm_(training.optimizer, 1.0)
+        else:
+            scaler.step(training.optimizer)
+            scaler.update()
 
-    loop.backward()
-    return frames_of(call, but=loop.optimizer.step)
-
-
-@KINDS
-@pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
-def test_step_and_update_take_few_frames(scaler: Callable[[], GradScaler], kind: str) -> None:
-    found = frames(Loop(scaler(), kind))
-    assert len(found) <= 17, found
+    training.step(1.0, 1.0).backward(1.0)
+    return frames_of(call, but=training.optimizer.step)
 
 
-@KINDS
-def test_a_schedule_adds_no_frames(kind: str) -> None:
-    plain, scheduled = (
-        frames(Loop(GradScaler("cpu"), kind, schedule=schedule)) for schedule in (False, True)
-    )
-    assert scheduled == plain
+@FUSED
+@pytest.mark.parametrize("name", SCALERS)
+def test_step_and_update_take_few_frames(
+    name: str, fused: bool, request: pytest.FixtureRequest
+) -> None:
+    if name == "group of one":
+        request.getfixturevalue("world")
+    found = frames(SCALERS[name](), fused)
+    assert len(found) <= (16 if name == "group of one" else 17), found
 
 
-@KINDS
-def test_a_group_of_one_takes_few_frames(kind: str, world: Any) -> None:
-    found = frames(Loop(GradScaler("cpu", process_group=world), kind))
-    assert len(found) <= 16, found
-
-
-@KINDS
-def test_clipping_takes_few_frames(kind: str) -> None:
-    loop = Loop(GradScaler("cpu"), kind)
-    loop.backward()
-    found = frames_of(
-        lambda: loop.scaler.clip_grad_norm_(loop.optimizer, 1.0), but=loop.optimizer.step
-    )
+@FUSED
+def test_a_schedule_adds_no_frames_and_a_clip_takes_few(fused: bool) -> None:
+    assert frames(GradScaler("cpu"), fused, schedule=True) == frames(GradScaler("cpu"), fused)
+    found = frames(GradScaler("cpu"), fused, clips=True)
     assert len(found) <= 20, found
-
-
-def aten_calls(scaler: Any, kind: str) -> int:
-    """ATen calls of scale, step and update, without the optimizer's own step."""
-    loop = Loop(scaler, kind)
-    loop.backward()
-    loop.optimizer.step = lambda: None  # type: ignore[method-assign]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        scaler.scale(torch.ones(()))
-        scaler.step(loop.optimizer)
-        scaler.update()
-    return sum(event.name.startswith("aten::") for event in profile.events())
-
-
-@KINDS
-def test_no_more_aten_calls_than_torch(kind: str) -> None:
-    ours, theirs = (
-        aten_calls(GradScaler("cpu"), kind),
-        aten_calls(torch.amp.GradScaler("cpu"), kind),
-    )
-    # Three calls are of `ones`, one is the product with the scale; three copy the scale.
-    assert ours <= (4 if kind == "plain" else 7) < theirs

@@ -94,7 +94,7 @@ TorchScaler = torch.amp.GradScaler
 Scaler = type[TorchScaler]
 
 
-def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
+def started(scaler_type: Scaler = GradScaler, scale: float = 8.0, **arguments: Any) -> Any:
     """Scaler that has been used, so its tensors exist."""
     scaler = scaler_type("cpu", init_scale=scale, **arguments)
     scaler.scale(torch.ones(()))

@@ -403,35 +403,6 @@ def marks_of(used: Sequence[torch.Tensor], step: int = 0) -> list[list[int]]:
     return rows
 
 
-def range_of(values: torch.Tensor) -> list[float]:
-    """Elements, nonzero, vanishing, subnormal, overflowing, largest and smallest nonzero."""
-    sizes = values.detach().flatten().double().abs()
-    nonzero = sizes[~(sizes == 0)]
-    numbers = nonzero[~nonzero.isnan()]
-    smallest = 0.0
-    if len(nonzero):
-        smallest = float(numbers.min()) if len(numbers) else torch.nan
-    return [
-        *(float(len(sizes)), float(len(nonzero))),
-        float((nonzero < 2.0**-24).sum()),
-        float((nonzero < 2.0**-14).sum()),
-        float((~(nonzero <= 65504)).sum()),
-        *(float(sizes.max()) if len(sizes) else 0.0, smallest),
-    ]
-
-
-def edges_of_half(dtype: torch.dtype) -> torch.Tensor:
-    """Bounds of float16's range and their neighbours, of both signs."""
-    infinity = torch.tensor(torch.inf, dtype=dtype)
-    found = [torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)]
-    for bound in (0.0, 2.0**-25, 2.0**-24, 2.0**-14, 1.0, 65504.0, 65520.0, 65536.0):
-        value = torch.tensor(bound, dtype=torch.float64).to(dtype)
-        below, above = torch.nextafter(value, -infinity), torch.nextafter(value, infinity)
-        found.append(torch.stack([value, above, below]))
-    values = torch.cat(found)
-    return torch.cat([values, -values])
-
-
 def random_list(seed: int, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Gradients of many sizes, addresses and ranges: zeros, subnormals, infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)

@@ -392,8 +392,8 @@ class World:
         stream.seek(0)
         self.scalers[s] = pickle.load(stream)
 
-    def copied(self, s: int) -> None:
-        self.scalers[s] = copy.deepcopy(self.scalers[s])
+    def copied(self, s: int, is_deep: bool) -> None:
+        self.scalers[s] = (copy.deepcopy if is_deep else copy.copy)(self.scalers[s])
 
     # The optimizer
 
@@ -507,7 +507,7 @@ OPERATIONS: Operations = {
     "save": (2, "s", lambda g: ()),
     "load": (2, "s", lambda g: (g.choice(["whole", "whole", "torch", "partial", "extra"]),)),
     "pickled": (1, "s", lambda g: ()),
-    "copied": (1, "s", lambda g: ()),
+    "copied": (1, "s", lambda g: (g.random() < 0.5,)),
     "grad_scale": (2, "r", lambda g: (g.choice([2.0, 0.5, 1.0]),)),
     "fail_next": (2, "r", lambda g: ()),
     "groups": (3, "r", lambda g: (g.choice(["fresh", "reversed", "split", "drop", "add"]),)),

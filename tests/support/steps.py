@@ -245,29 +245,6 @@ class Training:
 RANKS = str(Path(dist.__file__).parent)
 
 
-class Loop:
-    """Scaler and optimizer with new gradients for every iteration."""
-
-    def __init__(
-        self, scaler: Any, kind: str = "plain", *, parameters: int = 10, schedule: bool = False
-    ) -> None:
-        self.params = [torch.nn.Parameter(torch.randn(4)) for _ in range(parameters)]
-        options: dict[str, Any] = {"fused": True} if kind == "fused" else {"foreach": False}
-        self.optimizer = torch.optim.AdamW(self.params, **options)
-        if schedule:
-            self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
-        self.scaler = scaler
-        for _ in range(2):
-            self.backward()
-            scaler.step(self.optimizer)
-            scaler.update()
-
-    def backward(self) -> None:
-        self.scaler.scale(torch.ones(()))
-        for param in self.params:
-            param.grad = torch.randn(4)
-
-
 def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[str]:
     """Python functions entered by a call, without one of them, torch.distributed's, and callees."""
     names: list[str] = []
