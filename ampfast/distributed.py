@@ -545,8 +545,9 @@ def _dtensor() -> type[DTensor] | tuple[()]:
 
 
 def _device_of(types: list[str]) -> torch.device:
-    # Gloo's groups support CUDA, too.
-    return torch.device("cuda" if "cuda" in types and torch.cuda.is_available() else types[0])
+    # A group of gloo names CUDA, too, where there is none.
+    here = [each for each in types if each != "cuda" or torch.cuda.is_available()] or types
+    return torch.device("cuda" if "cuda" in here else here[0])
 
 
 def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:
