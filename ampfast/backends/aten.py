@@ -630,8 +630,8 @@ def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> N
 
 
 def _by_parameter(marks: Tensor, numbers: Iterable[int], values: Tensor) -> Tensor:
-    """A value for each row of marks, 0 where its parameter is none of `numbers`."""
-    zero = allocate(torch.zeros, (), dtype=values.dtype, device=values.device)
+    """A value for each row of marks, -0 where its parameter is none of `numbers`."""
+    zero = allocate(torch.full, (), -0.0, dtype=values.dtype, device=values.device)
     rows = [zero] * len(marks)
     for number, value in zip(numbers, values.unbind(), strict=True):
         rows[number] = value

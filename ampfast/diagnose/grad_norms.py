@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ class ParameterNorms:
         group: Index of the parameter group.
         index: Index of the parameter in its group.
         last: Norm of the last step; 0 without a gradient, inf or NaN after an overflow.
-        mean: Mean of the finite norms, NaN if there is none.
-        largest: Largest of the finite norms, NaN if there is none.
+        mean: Mean of the finite norms of steps with a gradient, NaN if there is none.
+        largest: Largest of these norms, NaN if there is none.
     """
 
     name: str
@@ -65,7 +67,7 @@ class NormReport:
 
 
 class NormHistory:
-    """Norms of an optimizer's parameters in the last steps, on a device."""
+    """Norms of an optimizer's parameters in the last steps, on a device; -0 without a gradient."""
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         shape = STEPS, parameters
@@ -76,7 +78,7 @@ class NormHistory:
     def append(self, squares: Sequence[Tensor]) -> None:
         """Appends the norms of a step, whose squares are the sum of `squares`; no host sync."""
         here = [scalars.moved(each, self._norms.device) for each in squares]
-        total = here[0] if len(here) == 1 else torch.stack(here).sum(0)
+        total = reduce(add, here)  # of -0 alone it is -0
         self._norms.index_copy_(0, self._count % STEPS, total.sqrt().float().unsqueeze(0))
         self._count.add_(1)
 
@@ -94,9 +96,9 @@ class NormHistory:
     def summary(self) -> Tensor:
         """Returns float32 of shape (P, 3): the last norm, mean and largest of finite ones."""
         rows = torch.arange(STEPS, device=self._norms.device).unsqueeze(1)
-        known = self._norms.isfinite() & (rows < self._count)
+        known = self._norms.isfinite() & ~self._norms.signbit() & (rows < self._count)
         mean = torch.where(known, self._norms, 0.0).sum(0) / known.sum(0)
         largest = torch.where(known, self._norms, -1.0).amax(0)
         largest = torch.where(known.any(0), largest, torch.nan)
         last = self._norms.index_select(0, (self._count - 1) % STEPS).squeeze(0)
-        return torch.stack([last, mean, largest], dim=1)
+        return torch.stack([last.abs(), mean, largest], dim=1)

@@ -358,6 +358,7 @@ class _History:
             refuse_capture("the creation of tracking tables")
             shape = len(self._places), MARK_WORDS
             marks = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
+            aten.squares_in(marks).fill_(-0.0)
             self.marks[device] = marks
         return self.marks[device]
 
@@ -385,9 +386,9 @@ class _Record:
             self.norms = last.norms.taken(moves, len(self.params))
 
     def reset_squares(self) -> None:
-        """Sets the sums of squares to 0, before a pass."""
+        """Sets the sums of squares to -0, to which adding one makes 0, before a pass."""
         for marks in self.history.marks.values():
-            aten.squares_in(marks).zero_()
+            aten.squares_in(marks).fill_(-0.0)
 
 
 def require_known(track: str | None) -> None:

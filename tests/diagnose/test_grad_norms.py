@@ -110,15 +110,16 @@ def test_last_mean_and_largest_of_the_last_128_steps() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_steps_that_overflow_and_parameters_without_gradient(backend: str) -> None:
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
     optimizer = KINDS["plain"](params)
     scaler = started(GradScaler, track="norms", backend=backend)
-    for values in ((3.0, None, 1.0), (math.inf, None, math.nan)):
+    for values in ((3.0, None, 1.0, None, 2.0), (math.inf, None, math.nan, 4.0, 0.0)):
         for param, value in zip(params, values, strict=True):
             param.grad = None if value is None else torch.tensor([8.0 * value, 0.0])
         take(scaler, optimizer, "step")
     rows = [(e.last, e.mean, e.largest) for e in scaler.grad_norms().parameters]
-    assert_same(rows, [(math.inf, 3.0, 3.0), (0.0, 0.0, 0.0), (math.nan, 1.0, 1.0)])
+    bad = [(math.inf, 3.0, 3.0), (0.0, math.nan, math.nan), (math.nan, 1.0, 1.0)]
+    assert_same(rows, [*bad, (4.0, 4.0, 4.0), (0.0, 1.0, 2.0)])
     assert [each.kind for each in scaler.overflow_report().parameters] == ["inf", "nan"]
 
 
