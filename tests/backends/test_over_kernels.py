@@ -35,7 +35,10 @@ OVER_COMPILED = (
 # pairs: all values run there, too.
 ALL = "backends/device_kernels"
 VALUES = "backends/device_kernels/test_device_lists.py"
-SHORT = tuple(f"backends/device_kernels/test_device_{name}.py" for name in ("finish", "state"))
+FINISH = "backends/device_kernels/test_device_finish.py"
+STATE = "backends/device_kernels/test_device_state.py"
+# Sizes and addresses of lists, and the last program with its update: what `make test` runs.
+SHORT = (f"{VALUES}::test_small_sizes_at_every_offset", f"{FINISH}::test_fused_update[3-grows-True]")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Run:
 
     Attributes:
         name: Name of the test that runs them.
-        paths: Files and folders of tests/.
+        paths: Files, folders and tests of tests/.
         environment: Variables of the process.
         in_every_test: Whether `make test` runs it, too.
     """
@@ -60,8 +63,9 @@ def compiled(name: str) -> dict[str, str]:
 
 
 OF_TRITON = (
+    Run("short-interpreted", SHORT, in_every_test=True),
     # `make test-triton36` interprets all of them.
-    Run("interpreted", SHORT, in_every_test=True),
+    Run("interpreted", (FINISH, STATE)),
     Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
     Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),
     Run("scaler-interpreted", OVER_THEM, {"AMPFAST_BACKEND": "triton"}),
@@ -72,10 +76,11 @@ OF_CUDA = (
     Run("scaler-cuda-sm_90", OVER_COMPILED, compiled("cuda-sm_90")),
 )
 OF_HOST = (
-    Run("cuda-host", (ALL,), compiled("cuda-host"), in_every_test=True),
+    Run("short-cuda-host", SHORT, compiled("cuda-host"), in_every_test=True),
+    Run("cuda-host", (ALL,), compiled("cuda-host")),
     Run("scaler-cuda-host", OVER_COMPILED, compiled("cuda-host")),
     Run("cuda-host-address", (ALL,), compiled("cuda-host-address")),
-    Run("cuda-host-thread", SHORT[:1], compiled("cuda-host-thread")),
+    Run("cuda-host-thread", (FINISH,), compiled("cuda-host-thread")),
 )
 
 
