@@ -20,7 +20,6 @@ PARTS = {
     "sanitizers": ("sanitizers", None, 0, 5400),
     "threads": ("crowds", "seconds", 60, 600),
     "allocations": ("allocations", "width", 1, 3600),
-    "states": ("states", "count", 5000, 1800),
     "programs": ("long_programs", "count", 90_000, 3600),
     "clips": ("clips", "count", 8000, 1800),
     "conditions": ("conditions", "count", 5000, 1800),

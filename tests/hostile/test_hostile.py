@@ -14,7 +14,6 @@ import interrupts
 import long_programs
 import pytest
 import sanitizers
-import states
 import torch
 from atomic import SCENARIOS, Scenario, Trials
 from support.launchers import VARIABLE
@@ -47,10 +46,6 @@ def test_collectives_that_fail() -> None:
 
 def test_threads_side_by_side() -> None:
     crowds.run(2).require_success()
-
-
-def test_damaged_states() -> None:
-    states.run(150).require_success()
 
 
 def test_unusual_operations() -> None:

@@ -40,7 +40,7 @@ def measured_sources() -> list[str]:
         sys.setprofile(None)
     folder = ROOT / "ampfast"
     files = {Path(name) for name in entered if name.startswith(f"{folder}/")}
-    assert {folder / "grad_scaler.py", folder / "passes.py"} <= files
+    assert {folder / "scaler" / "grad_scaler.py", folder / "scaler" / "passes.py"} <= files
     files |= {folder / name for name in OF_GPUS}
     files |= {path for path in (ROOT / "csrc").iterdir() if path.suffix in (".cpp", ".h")}
     return sorted(str(path.relative_to(ROOT)) for path in files)

@@ -7,6 +7,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.comparison import Scaler, TorchScaler, agree, assert_same, outcome, started
@@ -19,6 +20,7 @@ from ampfast import GradScaler
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 FIVE = dict(zip(KEYS, [24.0, 3.0, 0.25, 5, 2], strict=True))
 INF = float("inf")
+ODD = (None, "8", b"8", 7, True, 2**70, INF, float("nan"), 1j, np.float32(6), torch.tensor(6.0))
 
 
 def everything(scaler: TorchScaler) -> list[Any]:
@@ -34,10 +36,8 @@ def everything(scaler: TorchScaler) -> list[Any]:
     "change",
     [
         *({"without": key} for key in KEYS),
-        *({"scale": scale} for scale in (None, "8", torch.tensor(6.0), 7, INF)),
-        *({"growth_interval": interval} for interval in (0, None)),
-        *({"_growth_tracker": tracker} for tracker in (2.7, None)),
-        *({"growth_factor": 0.5}, {"more": 1}),
+        *({key: value} for key in KEYS for value in ODD),
+        *({"growth_interval": 0}, {"_growth_tracker": 2.7}, {"growth_factor": 0.5}, {"more": 1}),
     ],
     ids=str,
 )

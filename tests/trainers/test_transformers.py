@@ -1,12 +1,11 @@
-"""Transformers' Trainer and TRL's, which derive from it: the scaler is one of their Accelerator.
+"""Transformers' Trainer, from which those of TRL derive: the scaler is its Accelerator's.
 
-They use none on the CPU; these tests set its `native_amp` to take the path of a GPU.
+It uses none on the CPU; these tests set its `native_amp` to take the path of a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CASES, PLANTED, SETTINGS, STEPS, Case, Net, Part, assert_same_run, batches, planted
+from runs import CASES, PLANTED, STEPS, Case, Net, Part, assert_same_run, batches, planted
 from support.comparison import TorchScaler, assert_same
 from torch import Tensor, nn
 
@@ -156,64 +155,3 @@ def test_the_scaler_that_it_makes_is_patched(monkeypatch: pytest.MonkeyPatch) ->
     trainer = transformers.Trainer(Model(plain), arguments)
     assert isinstance(trainer.accelerator.scaler, ampfast.GradScaler)
     assert trainer.create_optimizer().param_groups[0]["fused"], "by default"
-
-
-WORDS = {"<end>": 0, **{f"w{index}": index for index in range(1, 32)}}
-
-
-def tokenizer() -> Any:
-    tokenizers = pytest.importorskip("tokenizers", reason="needs transformers")
-    splits = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<end>"))
-    splits.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=splits, eos_token="<end>", pad_token="<end>"
-    )
-
-
-def train_by_trl(scaler: TorchScaler, folder: Path, optim: str) -> list[Any]:
-    """Logs and final states of a small language model."""
-    trl = pytest.importorskip("trl", reason="needs trl")
-    datasets = pytest.importorskip("datasets", reason="needs trl")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": len(WORDS)}
-    config = transformers.LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
-    settings = trl.SFTConfig(
-        str(folder),
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        fp16=True,
-        optim=optim,
-        learning_rate=0.02,
-        num_train_epochs=1,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    rows = torch.randint(1, 32, (STEPS, 8), generator=torch.Generator().manual_seed(5))
-    trainer = trl.SFTTrainer(
-        transformers.LlamaForCausalLM(config),
-        settings,
-        train_dataset=datasets.Dataset.from_dict({"input_ids": rows.tolist()}),
-        processing_class=tokenizer(),
-    )
-    trainer.accelerator.native_amp = True
-    trainer.accelerator.scaler = scaler
-    trainer.train()
-    names = ("loss", "grad_norm", "learning_rate", "num_tokens")
-    logs = [[log[name] for name in names] for log in trainer.state.log_history[:STEPS]]
-    params = [param.detach() for param in trainer.model.parameters()]
-    return [logs, params, trainer.optimizer.state_dict(), scaler.state_dict()]
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_runs_of_trl(optim: str, tmp_path: Path, step_reads: list[int]) -> None:
-    settings = {**SETTINGS, "growth_interval": 2}  # overflows more often than other nets
-    scaler = ampfast.GradScaler("cpu", **settings)
-    ours = train_by_trl(scaler, tmp_path, optim)
-    reads = step_reads.copy()
-    assert_same(ours, train_by_trl(TorchScaler("cpu", **settings), tmp_path, optim))
-    assert 2 <= scaler.stats().skipped == sum(not math.isfinite(norm) for _, norm, *_ in ours[0])
-    if optim == "adamw_torch_fused":  # the first one may try the fused kernel
-        assert reads[1:] == step_reads[STEPS + 1 :] == [0] * (STEPS - 1)
