@@ -38,7 +38,10 @@ VALUES = "backends/device_kernels/test_device_lists.py"
 FINISH = "backends/device_kernels/test_device_finish.py"
 STATE = "backends/device_kernels/test_device_state.py"
 # Sizes and addresses of lists, and the last program with its update: what `make test` runs.
-SHORT = (f"{VALUES}::test_small_sizes_at_every_offset", f"{FINISH}::test_fused_update[3-grows-True]")
+SHORT = (
+    f"{VALUES}::test_small_sizes_at_every_offset",
+    f"{FINISH}::test_fused_update[3-grows-True]",
+)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from support.comparison import difference
+from support.groups import Pair
 from tally import Tally, main
 
 from ampfast import GradScaler, Sigmas, StepGuard
@@ -55,27 +55,6 @@ class Conditions(NamedTuple):
     is_complex: bool = False
     scales: bool = True
     loads: bool = False
-
-
-class Pair:
-    """Group of two ranks with the same values."""
-
-    def __init__(self, fails: tuple[int, ...]) -> None:
-        self.fails, self.calls = fails, 0
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        self.calls += 1
-        if self.calls in self.fails:
-            raise ConnectionError("connection closed by peer")
-        for tensor in tensors if options.reduceOp == dist.ReduceOp.SUM else ():
-            tensor.mul_(2)
-        return SimpleNamespace(wait=lambda: None)
 
 
 def draw(seed: int) -> tuple[Plan, Conditions]:
