@@ -166,7 +166,7 @@ def _sums_of_all(
             flags = agreement.all_reduce(flags, device)
             total = agreement.norm(total, order)
     for term, agreed in zip(terms, flags, strict=True):
-        term.flags = agreed
+        term.flags = agreed if term.decided is None else term.decided
     # A total that is known is in both columns.
     return torch.stack([total, total]).unsqueeze(0)
 
@@ -190,11 +190,12 @@ def unscale_as_read(terms: list[NormTerm], order: float, limit: float | ClipLimi
     return any(term.unscales for term in terms)
 
 
-def take_flags(terms: list[NormTerm], turns: Sequence[Any]) -> None:
-    """Has terms decided by the flags of their optimizers' turns, which are copied."""
+def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, copies: bool) -> None:
+    """Has terms decided by the flags of their optimizers' turns, on which all ranks agree."""
     for turn, term in zip(turns, terms, strict=True):
-        flags = turn["found_inf_per_device"].items()
-        term.decided = {at: joint_flag([flag], flag.device) for at, flag in flags}
+        flags = term.decided = turn["found_inf_per_device"]
+        if copies:
+            term.decided = {at: joint_flag([each], each.device) for at, each in flags.items()}
 
 
 def give_flags(

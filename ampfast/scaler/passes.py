@@ -280,7 +280,7 @@ class Passes(TorchGradScaler):
         if left is not None and any(defers):
             divisor = scalars.allocate(torch.empty, (), dtype=torch.float32, device=left.device)
         if overridden:
-            global_norm.take_flags(terms, turns)
+            global_norm.take_flags(terms, turns, copies=rule is not None)
         agreement = self._agreement(*(term.grads for term in terms))
         global_norm.require_writable(terms, defers)
         if left is not None and global_norm.unscale_as_read(terms, order, limit):
