@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
     named = vars(options)
-    code: int = importlib.import_module(f"ampfast.{named.pop('command')}").run(**named)
+    code: int = importlib.import_module(f"ampfast.cli.{named.pop('command')}").run(**named)
     return code
 
 
