@@ -90,14 +90,18 @@ def measure(
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
     skip_rule: SkipRule | None = None,
+    turns: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor]:
     """Global norm and clip coefficient; sets the terms' flags, also of a spike, and `divisor`.
 
     Writes only the gradients of terms that unscale, of which none may be one that
-    `require_writable` refuses. The limit may be a function of the norm and the joint flag.
+    `require_writable` refuses. The limit may be a function of the norm and the joint flag. Turns
+    get this rank's flags, on which `update` agrees if the collective fails.
     """
     for term in terms:
         _read(term, agreement)
+    for turn, term in zip(turns, terms, strict=False):
+        turn["found_inf_per_device"], turn.agreement = term.flags, agreement
     lists = [grads for term in terms for _, grads in term.grads.lists]
     lists.sort(key=lambda grads: isinstance(grads, TensorList))
     device = torch.device("cpu") if scale is None else scale.device

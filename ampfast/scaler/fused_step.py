@@ -16,7 +16,7 @@ from ampfast.clip import global_norm
 from ampfast.optim.fused_support import lacks_momentum, legacy_step, takes_grad_scaler
 from ampfast.optim.master_weights import MasterWeights
 from ampfast.scaler.passes import Passes
-from ampfast.scaler.turn import READY, UNSCALED, Turn, new_turn
+from ampfast.scaler.turn import READY, UNSCALED, Flags, Turn, begin, new_turn
 
 
 class FusedSteps(Passes):
@@ -47,6 +47,12 @@ class FusedSteps(Passes):
                     return None
             result: float | None = optimizer.step(*args, **kwargs)
             return result
+        except BaseException as error:
+            if grad_scale is not None and not isinstance(error, Exception):
+                # The kernels may have divided gradients before the interrupt.
+                begin([turn])
+                turn.divisor = None
+            raise
         finally:
             # Without a call or loop, in which an interrupt would leave one.
             try:  # noqa: SIM105
@@ -80,12 +86,11 @@ class FusedSteps(Passes):
             grad_scale, is_new = self._checked_by_scale(optimizer, turn, scale), True
         if not is_new and deferred is None and isinstance(grad_scale, Tensor):
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
-            flags = self._pass(optimizer, None, work, scale)
+            found = new_turn() if is_unscaled else turn
+            flags = self._pass(optimizer, found, work, scale, checks=True)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for a caller may hold its own.
-                for device, flag in turn["found_inf_per_device"].items():
-                    flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
-            turn["found_inf_per_device"] = flags
+                turn["found_inf_per_device"] = _joint(turn["found_inf_per_device"], flags)
         flags = turn["found_inf_per_device"]
         if is_new and len(flags) == 1 and scale.device in flags and self._skip_limit is None:
             # Exactly 0 or 1; only another's optimizer may write it.
@@ -102,15 +107,25 @@ class FusedSteps(Passes):
         """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
-        if self._skip_limit is not None:
-            # Not in its own, since nothing is written: a step that raises may be repeated.
-            found = new_turn()
-            self._unscale_below(self._skip_limit, optimizer, found, scale, defers=True)
-            turn["found_inf_per_device"] = found["found_inf_per_device"]
-            return found.divisor
+        before = turn["found_inf_per_device"] if turn.is_measured else {}
+        if self._skip_limit is not None and not turn.is_measured:
+            self._unscale_below(self._skip_limit, optimizer, turn, scale, defers=True)
+            # As nothing was written, a step that raises may be repeated, and checks again.
+            turn.is_measured, divisor = True, turn.divisor
+            turn.divisor, turn["stage"] = None, READY
+            return divisor
         work, ending = self._check_pass, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, turn.ending = turn.ending or Ending(None, scale), None
             work = riding(work, ending)
-        turn["found_inf_per_device"] = self._pass(optimizer, None, work, scale)
+        flags = self._pass(optimizer, turn, work, scale, checks=True)
+        turn["found_inf_per_device"] = _joint(before, flags) if before else flags
         return ending.divisor if ending is not None and ending.applied else scale.clone()
+
+
+def _joint(before: Flags, flags: Flags) -> Flags:
+    """Flags that are set where one of two checks has set them, in new tensors."""
+    joint = dict(flags)
+    for device, flag in before.items():
+        joint[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
+    return joint

@@ -701,9 +701,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             TorchGradScaler._check_inf_per_device(self, optimizer)
             return self._agree_beside_hooks(optimizer)
         scale = self._checked_scale("_check_inf_per_device", optimizer)
-        flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale)
-        self._turn(optimizer)["found_inf_per_device"] = flags
-        return flags
+        turn = self._turn(optimizer)
+        return self._pass(optimizer, turn, Pass(False, Factor.NONE), scale, checks=True)
 
     def _maybe_opt_step(
         self,

@@ -141,24 +141,26 @@ class Passes(TorchGradScaler):
     def _pass(
         self,
         optimizer: torch.optim.Optimizer,
-        turn: Turn | None,
+        turn: Turn,
         work: Pass,
         scale: Tensor,
+        *,
+        checks: bool = False,
     ) -> Flags:
-        """Runs a pass over an optimizer's gradients; its turn, if given, is unscaled then.
+        """Runs a pass over an optimizer's gradients, whose turn is unscaled then.
 
-        Without a turn it only checks, float16 gradients too. One that writes marks the turn as
-        unscaled first: whatever ends it early, neither a retry nor a step takes gradients that are
-        half written.
+        One that only checks leaves the stage, and takes float16 gradients, too. One that writes
+        marks the turn as unscaled first: whatever ends it early, neither a retry nor a step takes
+        gradients that are half written.
 
         Returns:
             Flags by device, on which all ranks agree; the turn gets them, too.
         """
-        allow_fp16 = turn is None or self._allow_fp16
+        marks, allow_fp16 = None if checks else turn, checks or self._allow_fp16
         agreement, flag = None, None
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
-            if turn is not None:
+            if not checks:
                 turn.agreement = agreement
             if work.ending is not None:
                 work = riding(work, None)  # the ranks agree first
@@ -166,20 +168,19 @@ class Passes(TorchGradScaler):
         if self._track is not None:
             marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if marked is not None:
-            flag = self._kernels.pass_over(optimizer, turn, UNSCALED, marked, allow_fp16, scale)
+            flag = self._kernels.pass_over(optimizer, marks, UNSCALED, marked, allow_fp16, scale)
         if flag is not None:
             flags = {flag.device: flag}
         else:
             grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
             agreement = self._agreement(grads)
-            mark = None if turn is None else partial(begin, [turn], agreement)
+            mark = None if checks else partial(begin, [turn], agreement)
             flags, _ = grads.run(work, before_write=mark)
-        if turn is not None:
-            turn["found_inf_per_device"], turn["stage"] = flags, UNSCALED
+        turn["found_inf_per_device"] = flags
+        if not checks:
+            turn["stage"] = UNSCALED
         if agreement is None:
             return flags
-        if turn is None:
-            return agreement.all_reduce([flags], scale.device)[0]
         turn.agreement = agreement
         return self._agree(turn, agreement, scale.device)
 
@@ -225,7 +226,7 @@ class Passes(TorchGradScaler):
         """The found_inf tensors of this iteration, on which ranks agree, but one optimizer's."""
         flags: list[Tensor] = []
         for key, turn in self._per_optimizer_states.items():
-            if type(turn) is Turn and turn.agreement is not None and turn["stage"] is not READY:
+            if type(turn) is Turn and turn.agreement is not None:
                 self._agree(turn, turn.agreement, scale.device)
             flags += turn["found_inf_per_device"].values() if key != but else ()
         return flags
@@ -274,22 +275,26 @@ class Passes(TorchGradScaler):
         is_only_read = turns is not None and not any(term.writes for term in terms)
         if turns is None:
             turns = [new_turn() if scale is None else self._turn(each) for each in optimizers]
+        agreement = self._agreement(*(term.grads for term in terms))
         if left is not None and not is_only_read and global_norm.share_memory(terms):
-            terms, defers = self._unscaled_first(optimizers, turns, left), [False] * len(terms)
+            terms = self._unscaled_first(optimizers, turns, left, agreement)
+            defers = [False] * len(terms)
         divisor = None
         if left is not None and any(defers):
             divisor = scalars.allocate(torch.empty, (), dtype=torch.float32, device=left.device)
         if overridden:
             global_norm.take_flags(terms, turns, copies=rule is not None)
-        agreement = self._agreement(*(term.grads for term in terms))
         global_norm.require_writable(terms, defers)
-        if left is not None and global_norm.unscale_as_read(terms, order, limit):
-            begin(turns, agreement)
+        # Ranks agree first: a collective that fails leaves gradients to be measured again.
+        alone = left is not None and agreement is None
+        if alone and global_norm.unscale_as_read(terms, order, limit):
+            begin(turns)
+        pending = [turn for turn in turns if agreement is not None and turn["stage"] is READY]
         most: Any = limit
         if not isinstance(limit, float):
             most = partial(self._norm_histories.clip_limit, optimizers[0], limit)
         norm, coefficient = global_norm.measure(
-            self._choice, terms, order, most, scale, divisor, agreement, rule
+            self._choice, terms, order, most, scale, divisor, agreement, rule, pending
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
@@ -322,7 +327,12 @@ class Passes(TorchGradScaler):
         ]
 
     def _unscaled_first(
-        self, optimizers: list[Any], turns: list[Turn], scale: Tensor, allow_fp16: bool = False
+        self,
+        optimizers: list[Any],
+        turns: list[Turn],
+        scale: Tensor,
+        agreement: distributed.Agreement | None = None,
+        allow_fp16: bool = False,
     ) -> list[global_norm.NormTerm]:
         """Unscales gradients that share memory, each as often as it is listed, as torch does."""
         if not self._warned_of_shared_memory:
@@ -336,7 +346,7 @@ class Passes(TorchGradScaler):
             self._norm_term(each, scale, writes=True, allow_fp16=allow_fp16) for each in optimizers
         ]
         global_norm.require_writable(terms)
-        begin(turns)
+        begin(turns, agreement)
         for term in terms:
             term.grads.run(Pass(True, *term.unscaling))
         return [self._norm_term(each, None, writes=True) for each in optimizers]
@@ -363,7 +373,9 @@ class Passes(TorchGradScaler):
                         params = (param for group in term.grads.groups for param in group)
                         grads = [param.grad.detach() for param in params if param.grad is not None]
                         saved += [(grad, grad.clone()) for grad in grads]
-                        terms[place] = self._unscaled_first([term.optimizer], [], scale, True)[0]
+                        (terms[place],) = self._unscaled_first(
+                            [term.optimizer], [], scale, allow_fp16=True
+                        )
             agreement = self._agreement(*(term.grads for term in terms))
             return global_norm.measure(
                 self._choice, terms, order, math.inf, scale, agreement=agreement

@@ -312,14 +312,20 @@ def test_spikes_are_skipped_as_by_the_scalers_clip(
 
 @pytest.mark.parametrize("make", [adamw, fused])
 def test_one_more_chance_after_a_step_that_raises(make: Any, monkeypatch: Any) -> None:
-    """As with torch: gradients that were only read are still scaled, others are unscaled."""
+    """As with torch: gradients that were only read are still scaled, others are unscaled.
+
+    Their norm counts once.
+    """
     param = parameter_with(torch.full((4,), 8.0))
-    optimizer, scaler = make([param]), started(skip_above=1e6)
+    optimizer, scaler = make([param]), started(skip_above=Sigmas(6))
     with monkeypatch.context() as patched:
         patched.setattr(optimizer, "step", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            scaler.step(optimizer)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                scaler.step(optimizer)
     scaler.step(optimizer)
+    [[(_, words)]] = scaler.state_dict()["ampfast"]["norms"]
+    assert words[0] == 1, "the number of norms"
     other = make([again := torch.nn.Parameter(torch.ones(4))])
     again.grad = torch.ones(4)
     other.step()
