@@ -4,7 +4,6 @@ import argparse
 import importlib
 import os
 import sys
-from importlib.util import find_spec
 
 import ampfast
 from ampfast.cli.jsonl_log import is_step_log
@@ -29,15 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
-    # Options of compare, before SCRIPT and after it.
-    behind = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[common])
-    behind.add_argument(
-        "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
-    )
-    behind.add_argument(
-        "--plot", type=_picture, metavar="FILE", help="draw losses, scales and times, by matplotlib"
-    )
-
     commands.add_parser(
         "info",
         parents=[common],
@@ -78,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     compare = commands.add_parser(
         "compare",
-        parents=[behind],
+        parents=[common],
         help="your training script with torch's scaler and with ampfast's, side by side",
-        usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT [ARGS...]",
+        usage="python -m ampfast compare [--steps N] [--json] [-m] SCRIPT [ARGS...]",
         description="Runs a script three times, unedited, each time in a process of its own: with "
         "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
         "repeats itself. Prints the times of the scalers, and whether losses, scales, skipped "
@@ -88,11 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
         "lines if it fails. The runs share the folder: a script that resumes from its checkpoints "
         "does not repeat itself. For several ranks torchrun starts it, and the report is of rank "
         "0: torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
-        epilog="The options may follow ARGS, too; what follows a -- is all the script's. Exit "
-        "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
-        "nothing to compare.",
+        epilog="Exit code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 "
+        "if there was nothing to compare.",
     )
-    behind.prog, behind.usage = compare.prog, compare.usage
+    compare.add_argument(
+        "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
+    )
     for command in (run, compare):
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
@@ -105,27 +96,13 @@ def main(arguments: list[str] | None = None) -> int:
             help="path of your script, and its own arguments",
         )
 
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        command = commands.choices.get(options.command, parser)
-        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
         return 2
     if options.command in ("run", "compare"):
         given = options.program
         options.program, *options.arguments = given[given[0] == "--" :]
-    if options.command == "compare":
-        words = [*options.arguments, "--"]
-        end = words.index("--")
-        _, rest = behind.parse_known_args(words[:end], options)
-        options.arguments = [*rest, *words[end + 1 : -1]]
-        if len(rest) < end and is_first_rank():
-            print(
-                "ampfast compare: takes its own options behind SCRIPT, too; what is the script's "
-                "goes behind a --",
-                file=sys.stderr,
-            )
     named = vars(options)
     code: int = importlib.import_module(f"ampfast.cli.{named.pop('command')}").run(**named)
     return code
@@ -142,16 +119,6 @@ def _norm(text: str) -> float:
         return float_of("NORM", float(text), least=0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _picture(path: str) -> str:
-    if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
-    kinds = importlib.import_module("matplotlib.figure").FigureCanvasBase.filetypes
-    kind = os.path.splitext(path)[1][1:]
-    if kind and kind.lower() not in kinds:
-        raise argparse.ArgumentTypeError(f"cannot draw a .{kind} file: is FILE missing?")
-    return _writable(path)
 
 
 def _step_log(path: str) -> str:

@@ -68,49 +68,21 @@ def collect() -> dict[str, Any]:
     }
 
 
-_BUILD = {
-    "built for torch": "torch",
-    "compiler": "compiler",
-    "OpenMP": "openmp",
-    "CPU kernels for": "cpu_capability",
-    "CUDA kernels": "cuda_kernels",
-}
-
-
 def describe(facts: dict[str, Any]) -> str:
     """Formats the result of :func:`collect` as text, one fact per line."""
-    sections = {
-        "Versions": {name: version or "none" for name, version in facts["versions"].items()},
-        "Compiled core": {title: facts["extension"][key] for title, key in _BUILD.items()},
-        "Devices": {device["device"]: _device_text(device) for device in facts["devices"]},
-        "Backends": {backend["name"]: _backend_text(backend) for backend in facts["backends"]},
-    }
-    if facts["AMPFAST_BACKEND"]:
-        sections["Environment"] = {"AMPFAST_BACKEND": facts["AMPFAST_BACKEND"]}
-    width = max(len(name) for lines in sections.values() for name in lines)
-    return "\n\n".join(
-        "\n".join([title, *(f"  {name:{width}}  {text}" for name, text in lines.items())])
-        for title, lines in sections.items()
-    )
-
-
-def _backend_text(backend: dict[str, Any]) -> str:
-    if not backend["available"]:
-        return f"not available: {backend['reason']}"
-    return f"available, for {', '.join(backend['device_types']) or 'every device'}"
-
-
-def _device_text(device: dict[str, Any]) -> str:
-    is_cpu = device["device"] == "cpu"
-    details = [device["name"]]
-    if is_cpu:
-        details += [f"{device['threads']} threads", f"{device['capability']} in torch"]
-    if device["memory_bytes"] is not None:
-        details.append(f"{device['memory_bytes'] / 2**30:.1f} GiB")
-    if not is_cpu and device["capability"] is not None:
-        details.append(f"compute capability {device['capability']}")
-    gets = f"no backend: {device['error']}" if device["error"] else f"backend {device['backend']}"
-    return f"{', '.join(details)} -> {gets}"
+    lines = []
+    for title, found in facts.items():
+        if isinstance(found, dict):
+            lines += ["", title, *(f"  {name:16}  {value}" for name, value in found.items())]
+        elif isinstance(found, list):
+            lines += ["", title]
+            for first, *others in map(list, map(dict.items, found)):
+                known = (f"{name} {value}" for name, value in others if value not in (None, "", []))
+                told = ", ".join(known)
+                lines.append(f"  {first[1]:16}  {told}")
+        else:
+            lines += ["", f"{title}  {found}"]
+    return "\n".join(lines[1:])
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -217,8 +217,6 @@ def _facts(record: Record, weights: int) -> dict[str, Any]:
         "final_scale": record.scaler.get_scale(),
         "steps": record.steps,
         "skipped": len({step for step, flag in record.values["skips"] if flag}),
-        "waits": record.waits,
         "medians": record.medians(),
-        "times": record.times,
         "values": record.values,
     }

@@ -7,28 +7,26 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import wraps
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.backends.scalars import allocate
 from ampfast.scaler.late_backward import visited
 from ampfast.scaler.overrides import replace_method
 
 _METHODS = ("scale", "unscale_", "clip_grad_norm_", "step", "update", "step_and_update")
 _ENDS = ("update", "step_and_update")
-# Iterations that warm up; in those after the first, reads of the host are counted.
+# Iterations that warm up.
 _WARM_UP = 4
-# Number of values and events that may wait on a device.
+# Number of values that may wait on a device.
 _PENDING = 1000
-# Optimizers that are held for their parameters, in the order of their last steps.
-_MOST_OPTIMIZERS = 64
-# Elements that are hashed at once.
+# Elements that are summed at once.
 _CHUNK = 2**20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,7 +37,7 @@ def is_first_rank() -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum, modulo 2**64, of a hash of each element's bits and place.
+    """Returns the sum, modulo 2**64, of each element's bits times an odd number by its place.
 
     The bits of all NaNs count as equal, as torch's kernels write several kinds.
     """
@@ -51,12 +49,8 @@ def checksum(tensor: Tensor) -> Tensor:
     total = allocate(torch.full, (), len(flat), dtype=torch.int64, device=flat.device)
     bits = flat.contiguous().view(_INTEGERS[flat.element_size()])
     for number, part in enumerate(bits.split(_CHUNK)):
-        places = torch.arange(len(part), device=part.device) + (number * _CHUNK + 1)
-        # The finalizer of SplitMix64, by factors that fit a signed number.
-        mixed = part.long() + places * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += mixed.sum()
+        places = torch.arange(len(part), device=part.device) + number * _CHUNK
+        total += (part.long() * (places * -0x3C6EF372FE94F82A + 1)).sum()
     return total
 
 
@@ -66,35 +60,25 @@ class Record:
     Attributes:
         scaler: The scaler.
         times: By name, microseconds of each iteration: "own" (host time in the scaler's methods,
-            without the optimizer's step), "gpu" (GPU time in them, none on a CPU), "step" (since
-            the end of the iteration before).
+            without the optimizer's step), "step" (since the end of the iteration before).
         values: By name, pairs of iteration and number: "losses" (arguments of `scale`, one of many
             elements as their sum), "scales" (before `update`), "skips" (1 for a flag that is
             set).
-        waits: Numbers that the host read from the GPU in one iteration; None on a CPU.
     """
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
-        self.times: dict[str, list[float]] = {"own": [], "gpu": [], "step": []}
+        self.times: dict[str, list[float]] = {"own": [], "step": []}
         names = ("losses", "scales", "skips")
         self.values: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
-        self.waits: int | None = None
         # Of this iteration; then what is still on a device, of earlier ones, too.
-        self.spent_ns, self.reads, self.end_ns = 0, 0, 0
-        self.events: list[tuple[int, Any, Any]] = []
+        self.spent_ns = self.end_ns = 0
         self.tensors: list[tuple[str, int, Tensor]] = []
 
     @property
     def steps(self) -> int:
         """Number of iterations."""
         return len(self.times["own"])
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the scale is on a GPU, as far as it is known."""
-        # A disabled scaler has none, an enabled one from its first call on.
-        return getattr(getattr(self.scaler, "_scale", None), "is_cuda", False)
 
     def medians(self) -> dict[str, float]:
         """Returns the medians of the times, without a warm-up, and the scaler's share."""
@@ -125,11 +109,9 @@ class Record:
         """Ends the iteration."""
         if self.end_ns:
             self.times["step"].append((time.perf_counter_ns() - self.end_ns) / 1e3)
-        if self.events and 0 < self.steps < _WARM_UP:
-            self.waits = self.reads
         self.times["own"].append(self.spent_ns / 1e3)
-        self.spent_ns = self.reads = 0
-        if len(self.tensors) + len(self.events) > _PENDING:
+        self.spent_ns = 0
+        if len(self.tensors) > _PENDING:
             self.flush()
         self.end_ns = time.perf_counter_ns()
 
@@ -138,32 +120,13 @@ class Record:
         for kind, step, tensor in self.tensors:
             value = tensor.item()
             self.values[kind].append((step, float(value != 0) if kind == "skips" else value))
-        gpu = self.times["gpu"]
-        for step, begin, end in self.events:
-            end.synchronize()
-            gpu += [0.0] * (abs(step) - len(gpu))
-            gpu[-1] += begin.elapsed_time(end) * (1e3 if step > 0 else -1e3)
-        self.tensors, self.events = [], []
+        self.tensors = []
 
 
 class _Inside(threading.local):
     """The record of the scaler whose method this thread runs, unless its optimizer steps."""
 
     record: Record | None = None
-
-
-class _Reads(TorchDispatchMode):
-    """Counts the numbers that the host reads from a GPU in a scaler's methods."""
-
-    def __init__(self, inside: _Inside) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._inside = inside
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        record = self._inside.record
-        if record is not None and op is torch.ops.aten._local_scalar_dense.default:
-            record.reads += args[0].is_cuda
-        return op(*args, **(kwargs or {}))
 
 
 class Watch:
@@ -207,10 +170,7 @@ class Watch:
     def _hold(self, *arguments: Any) -> None:
         for optimizer in arguments:
             if self._keeps_values and hasattr(optimizer, "param_groups"):
-                self._optimizers.pop(id(optimizer), None)
                 self._optimizers[id(optimizer)] = optimizer
-                if len(self._optimizers) > _MOST_OPTIMIZERS:
-                    del self._optimizers[next(iter(self._optimizers))]
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -218,8 +178,7 @@ class Watch:
             if torch.compiler.is_compiling() or self._inside.record is not None:
                 return method(scaler, *args, **kwargs)
             record = self.records.setdefault(id(scaler), Record(scaler))
-            on_gpu = record.on_gpu
-            if not scaler._enabled or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            if not scaler._enabled or is_capturing():
                 return method(scaler, *args, **kwargs)
             self._hold(*args, *kwargs.values())
             if self._keeps_values and name == "scale":
@@ -227,10 +186,8 @@ class Watch:
                 kwargs = {key: record.see(value) for key, value in kwargs.items()}
             elif self._keeps_values and name in _ENDS:
                 record.see_state()
-            counts = on_gpu and 0 < record.steps < _WARM_UP
             try:
-                with _Reads(self._inside) if counts else nullcontext():
-                    result = self._clocked(record, 1, method, scaler, *args, **kwargs)
+                result = self._clocked(record, 1, method, scaler, *args, **kwargs)
             except FloatingPointError:
                 if name in _ENDS:  # max_skips raises after the update
                     record.end()
@@ -257,20 +214,11 @@ class Watch:
     def _clocked(
         self, record: Record, sign: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls; adds the time to the record's, or takes it away with that of its own events."""
-        on_gpu = record.on_gpu
-        begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
-        outer = time.perf_counter_ns()
-        if begin is not None:
-            begin.record()
-        inner = time.perf_counter_ns()
+        """Calls; adds the time to the record's, or takes it away."""
         self._inside.record = record if sign > 0 else None
+        begin = time.perf_counter_ns()
         try:
             return call(*args, **kwargs)
         finally:
+            record.spent_ns += sign * (time.perf_counter_ns() - begin)
             self._inside.record = None if sign > 0 else record
-            inner = time.perf_counter_ns() - inner
-            if end is not None:
-                end.record()
-                record.events.append((sign * (record.steps + 1), begin, end))
-            record.spent_ns += inner if sign > 0 else outer - time.perf_counter_ns()
