@@ -1,6 +1,6 @@
 """The compiled core, built from csrc/."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ def set_chunks(most_bytes: int = ..., enough: int = ...) -> None: ...
 # The kernels of CPUs, as `backends.Kernels`; None, with nothing done, where tensors or numbers are
 # not known exactly, or gradients must be sorted first.
 def run(grads: GradList, work: Pass, /) -> Tensor: ...
-def narrow(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
 def clip(clip: Clip, /) -> None: ...
 
 # An entry is marked with the stage `unscaled`, and gets the flag. Without one gradients are only
@@ -104,9 +103,6 @@ def share_memory(groups: Iterable[Iterable[Tensor]], /) -> bool: ...
 def is_found(flags: dict[Any, Tensor], /) -> bool | None: ...
 def update(fields: tuple[Any, ...], /) -> bool | None: ...
 
-# Raises RuntimeError unless kernels can read and write what a pass over a list is given.
-def require_pass(grads: GradList, work: Pass, /) -> None: ...
-
 # Whether kernels know the tensors and numbers of an update, on one device, exactly.
 def can_update(fields: tuple[Any, ...], /) -> bool: ...
 
@@ -126,10 +122,8 @@ class GradList:
         tensors: Sequence[Tensor],
         device: torch.device,
         parameters: list[int] | None = ...,
-        wide: Sequence[Tensor | None] | None = ...,
     ) -> GradList | None: ...
     def split(self, parameters: set[int]) -> tuple[GradList, GradList]: ...
-    def pairs(self) -> GradList: ...
     @property
     def device(self) -> torch.device: ...
     # To which the dtypes of the tensors promote.
@@ -146,7 +140,6 @@ def cuda_limit_programs(programs: int) -> None: ...
 def cuda_multi_tensor(
     work: Pass, table: DeviceTable, segment: Segment, is_last: bool, /
 ) -> None: ...
-def cuda_narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None, /) -> None: ...
 def cuda_clip_coefficient(clip: Clip, /) -> None: ...
 def cuda_update_scale(update: Update, /) -> None: ...
 
@@ -155,8 +148,6 @@ class Segment:
     word: int
     chunks: int
     first: int
-    is_paired: bool
-    is_aligned: bool
 
 class DeviceTable:
     @staticmethod
@@ -186,7 +177,6 @@ def walk(
     devices: int,
     bumps_versions: bool,
     local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None,
-    casts: Casts | None,
     /,
 ) -> tuple[
     list[GradList], list[tuple[Tensor, Tensor, int, int]], tuple[int, int, object] | None
@@ -196,37 +186,9 @@ def walk(
 # all others.
 def kind_of(tensor: Tensor, /) -> int: ...
 
-# Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
-# `known` if it has the same.
-def fingerprint_of(param_groups: Any, known: object, /) -> bytearray | None: ...
+# Whether nobody but the list `memory` holds its tensors or their memory, and each is float32 and
+# else like the dense tensor in that place of `like`.
+def can_be_reused(memory: list[Tensor], like: list[Tensor], /) -> bool: ...
 
-# Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit; else a byte for each parameter, 1 if it was
-# lent; `known` if that has the same.
-def lend_grads(
-    param_groups: Any, weights: tuple[Tensor | None, ...], known: object, /
-) -> bytearray | None: ...
-
-# Pairs of the parameters whose master weight was lent a gradient, and those weights, to write the
-# parameters; the fingerprint becomes that of afterwards. Gradients that the step dropped are
-# dropped there, too. None, with nothing done, where the kernels cannot take a parameter or one with
-# a master weight has changed since the fingerprint.
-def stepped_pairs(
-    param_groups: Any, weights: tuple[Tensor | None, ...], lent: object, fingerprint: object, /
-) -> GradList | None: ...
-
-# Takes the gradients of such a tuple away.
-def take_grads(weights: tuple[Tensor | None, ...], /) -> None: ...
-
-# Whether two dicts have the keys given after each, and the same objects as values, in order.
-def have_same_entries(
-    a: Mapping[Any, Any],
-    keys: tuple[Any, ...],
-    b: Mapping[Any, Any],
-    other_keys: tuple[Any, ...],
-    /,
-) -> bool: ...
-
-class Casts:
-    def __init__(self) -> None: ...
-    def finish(self) -> None: ...
+# Bytes for each dense tensor that differ after an edit that autograd sees, or of other data.
+def looks_of(tensors: list[Tensor], /) -> bytes: ...

@@ -24,8 +24,6 @@ Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
 _NO_SHARDS = LocalShards((), Ranks())
 
-_HALVES = torch.float16, torch.bfloat16
-
 
 @dataclass
 class Gradients:
@@ -36,14 +34,12 @@ class Gradients:
         groups: All parameters by group, with or without gradient, for tracking and norms.
         shards: Local shards of the distributed gradients.
         track_on: Tracking tables by device, or None.
-        casts: Casts by a pass that writes, which are to be finished, or None.
     """
 
     lists: list[tuple[Kernels, Batch]]
     groups: list[list[Tensor]] = field(default_factory=list)
     shards: LocalShards = _NO_SHARDS
     track_on: Callable[[torch.device], Track] | None = None
-    casts: core.Casts | None = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
@@ -123,8 +119,6 @@ class Gradients:
         """Yields each list and its pass, to be run before the next one is asked for."""
         for kernels, each in self.lists:
             yield kernels, each, work
-        if work.write and self.casts is not None:
-            self.casts.finish()
         if reduces and work.coefficient is None:
             # All ranks reduce partial gradients here, and check the sums as the optimizer uses
             # them. torch's op writes as it checks.
@@ -142,7 +136,6 @@ def collect(
     clips: bool = False,
     shards: LocalShards = _NO_SHARDS,
     tracked: bool = False,
-    casts: core.Casts | None = None,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -155,8 +148,6 @@ def collect(
             versions, as in torch's clipping.
         shards: Collector of local shards, which replace distributed gradients.
         tracked: Whether to list the parameters for tracking; `clips` lists them, too.
-        casts: Casts of 16-bit gradients, which are then accepted. If the pass writes, gradients
-            that the kernels cannot cast are cast here.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -169,17 +160,9 @@ def collect(
         # Iterators, too, are consumed once.
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]
-    allow_fp16 = allow_fp16 or casts is not None
-    casts = casts if writes else None
 
     def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
-        if casts is not None:
-            _, aside, _ = core.walk(param_groups, True, False, devices, False, None, None)
-            for param, grad in [each[:2] for each in aside if each[1].dtype in _HALVES]:
-                if param.grad_dtype not in (None, torch.float32):
-                    param.grad_dtype = None
-                param.grad = grad.detach().to(torch.float32)
-        return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards, casts)
+        return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards)
 
     regular, irregular, refused = walk(choice.devices, clips and writes)
     if refused is not None:
@@ -191,7 +174,7 @@ def collect(
         lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
     aside = aten.lists_of(irregular, partial(_values_of, coalesce=clips))
     by_torch = [(TORCH_OPS, each) for each in aside]
-    return Gradients([*by_torch, *lists], groups, shards, casts=casts)
+    return Gradients([*by_torch, *lists], groups, shards)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:

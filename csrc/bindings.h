@@ -12,8 +12,6 @@ namespace ampfast {
 void bind_steps(py::module_& m);
 // Calls over kernels that are launched.
 void bind_device_kernels(py::module_& m);
-// What a step with master weights does for all parameters.
-void bind_master_weights(py::module_& m);
 
 namespace cuda {
 // Launches of the CUDA kernels.

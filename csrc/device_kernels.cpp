@@ -9,20 +9,6 @@
 
 namespace ampfast {
 
-void require_pass(const GradList& list, const Pass& pass) {
-  const at::Device device = list.device();
-  data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
-  data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
-  data_of<float>(pass.tensor(Pass::kFactorCopy), "factor_copy", device);
-  bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
-  if (pass[Pass::kClip] != Py_None) {
-    scales = clip_of(pass[Pass::kClip], device).sums;
-  }
-  const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
-  marks_of(pass, device);
-  TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
-}
-
 py::object with_fields(PyObject* tuple, std::initializer_list<std::pair<int, PyObject*>> fields) {
   const Py_ssize_t count = PyTuple_GET_SIZE(tuple);
   py::tuple plain(count);
@@ -41,6 +27,21 @@ py::object with_fields(PyObject* tuple, std::initializer_list<std::pair<int, PyO
 }
 
 namespace {
+
+// Raises unless kernels can read and write what a pass over a list is given.
+void require_pass(const GradList& list, const Pass& pass) {
+  const at::Device device = list.device();
+  data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
+  data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
+  data_of<float>(pass.tensor(Pass::kFactorCopy), "factor_copy", device);
+  bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
+  if (pass[Pass::kClip] != Py_None) {
+    scales = clip_of(pass[Pass::kClip], device).sums;
+  }
+  const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  marks_of(pass, device);
+  TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
+}
 
 py::object wrapped(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
@@ -144,12 +145,6 @@ void clip_on(PyObject* launcher, PyObject* clip) {
 }
 
 namespace {
-
-// require_pass(list, pass)
-PyObject* require_pass(PyObject* const* args) {
-  ampfast::require_pass(list_of(args[0]), Pass(args[1]));
-  return nullptr;
-}
 
 // run_on(launcher, list, pass) -> found_inf, of the pass or a new one
 PyObject* run_on(PyObject* const* args) {
@@ -340,16 +335,16 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   const bool has_sums = pass.tensor(Pass::kSums) != nullptr;
   Key key;
   key.add(kMultiTensor, 1).add(arguments.nones(), 32).add(dtype_of(segment.dtype), 2);
-  key.add(segment.is_paired, 1).add(segment.is_aligned, 1).add(pass.write, 1).add(pass.how, 2);
+  key.add(pass.write, 1).add(pass.how, 2);
   key.add(is_last, 1).add(pass.accumulate, 1);
   key.add(norm != nullptr && norm->scalar_type() == at::kDouble, 1);
-  launch_variant(
-      args[0], "multi_tensor", key.bits(), table.header.device(),
-      args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
-        const py::object wide = norm != nullptr ? py::cast(norm->scalar_type()) : py::none();
-        return py::make_tuple(segment.dtype, segment.is_paired, segment.is_aligned, pass.write,
-                              static_cast<int>(pass.how), has_sums, is_last, pass.accumulate, wide);
-      });
+  launch_variant(args[0], "multi_tensor", key.bits(), table.header.device(),
+                 args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
+                   const py::object wide =
+                       norm != nullptr ? py::cast(norm->scalar_type()) : py::none();
+                   return py::make_tuple(segment.dtype, pass.write, static_cast<int>(pass.how),
+                                         has_sums, is_last, pass.accumulate, wide);
+                 });
   return nullptr;
 }
 
@@ -376,7 +371,6 @@ PyObject* triton_update_scale(PyObject* const* args) {
 }  // namespace
 
 void bind_device_kernels(py::module_& m) {
-  add_call<require_pass, 2>(m, "require_pass");
   add_call<run_on, 3>(m, "run_on");
   add_call<call_clip_on, 2>(m, "clip_on");
   add_call<update_on, 2>(m, "update_on");

@@ -5,9 +5,6 @@
 
 namespace ampfast {
 
-// Raises unless kernels can read and write what a pass over a list is given.
-void require_pass(const GradList& list, const Pass& pass);
-
 // A named tuple with other fields, made without a Python frame.
 py::object with_fields(PyObject* tuple, std::initializer_list<std::pair<int, PyObject*>> fields);
 

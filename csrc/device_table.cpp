@@ -55,7 +55,7 @@ Segment add(const DtypeList& list, int64_t first, std::vector<int64_t>& words) {
   const int64_t most = chunk_bytes(list);
   const int64_t size = list.element_size();
   const auto word = static_cast<int64_t>(words.size());
-  Segment segment{list.dtype, word, 0, first, list.is_paired, true};
+  Segment segment{list.dtype, word, 0, first};
   for (const Span& span : list.spans) {
     segment.last_parameter = std::max(segment.last_parameter, span.parameter);
     int64_t address = number_of(span.address);
@@ -64,12 +64,6 @@ Segment add(const DtypeList& list, int64_t first, std::vector<int64_t>& words) {
       const int64_t next = std::min((address & -kAddressAlignment) + most, end);
       words.push_back(address);
       words.push_back((span.parameter << kParameterShift) | (next - address));
-      if (list.is_paired) {
-        const float* wide = span.wide + (address - number_of(span.address)) / size;
-        const int64_t head = (-address & (kAddressAlignment - 1)) / size;
-        words.push_back(number_of(wide));
-        segment.is_aligned &= number_of(wide + head) % kAddressAlignment == 0;
-      }
       address = next;
       ++segment.chunks;
     }
@@ -162,7 +156,7 @@ std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
     content.reserve(content.size() + 4 + 4 * list.spans.size());
     add(static_cast<int64_t>(list.dtype));
     for (const Span& span : list.spans) {
-      add(number_of(span.address), span.numel, span.parameter, number_of(span.wide));
+      add(number_of(span.address), span.numel, span.parameter);
     }
   }
   content.front() = static_cast<int64_t>(hash);

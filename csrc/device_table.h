@@ -15,8 +15,6 @@ struct Segment {
   int64_t word;  // at which its chunks begin
   int64_t chunks;
   int64_t first;               // of its chunks among all dtypes'
-  bool is_paired;              // with float32 values
-  bool is_aligned;             // the values of each chunk's first whole vector are, too
   int64_t last_parameter = 0;  // the largest number of one
 };
 

@@ -9,8 +9,6 @@
 #include <array>
 #include <deque>
 
-#include "master_weights.h"
-
 namespace ampfast {
 
 namespace {
@@ -133,29 +131,24 @@ at::Tensor real_view(const at::Tensor& tensor) {
   return parts.is_neg() ? parts._neg_view() : parts;
 }
 
-void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter,
-                   const at::Tensor* wide) {
+void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
   const at::ScalarType dtype = tensor.scalar_type();
   if (dtype != dtype_) {
     dtype_ = dtype_ == at::ScalarType::Undefined ? dtype : c10::promoteTypes(dtype_, dtype);
   }
   if (tensor.numel() != 0) {
-    add(dtype, memory_of(tensor, writes), tensor.numel(), parameter,
-        wide != nullptr ? reinterpret_cast<float*>(memory_of(*wide, true)) : nullptr);
+    add(dtype, memory_of(tensor, writes), tensor.numel(), parameter);
   }
 }
 
 C10_ALWAYS_INLINE void GradList::add(at::ScalarType dtype, char* address, int64_t numel,
-                                     int64_t parameter, float* wide) {
-  const bool is_paired = wide != nullptr;
-  auto list = std::find_if(lists_.begin(), lists_.end(), [=](const DtypeList& each) {
-    return each.dtype == dtype && each.is_paired == is_paired;
-  });
+                                     int64_t parameter) {
+  auto list = std::find_if(lists_.begin(), lists_.end(),
+                           [=](const DtypeList& each) { return each.dtype == dtype; });
   if (list == lists_.end()) {
     list = lists_.insert(list, DtypeList{dtype});
-    list->is_paired = is_paired;
   }
-  list->spans.push_back({address, numel, list->chunks, parameter, wide});
+  list->spans.push_back({address, numel, list->chunks, parameter});
   list->chunks += chunk_count(numel);
   list->elements += numel;
   chunks_ += chunk_count(numel);
@@ -167,22 +160,10 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
   for (const DtypeList& list : lists_) {
     for (const Span& span : list.spans) {
       GradList& grads = parameters.count(span.parameter) != 0 ? both.first : both.second;
-      grads.add(list.dtype, span.address, span.numel, span.parameter, span.wide);
+      grads.add(list.dtype, span.address, span.numel, span.parameter);
     }
   }
   return both;
-}
-
-GradList GradList::pairs() const {
-  GradList found(device_, owner_);
-  for (const DtypeList& list : lists_) {
-    if (list.is_paired) {
-      found.lists_.push_back(list);
-      found.chunks_ += list.chunks;
-      found.elements_ += list.elements;
-    }
-  }
-  return found;
 }
 
 namespace {
@@ -210,7 +191,6 @@ class Walker {
   Walker(const Reading& reading, std::optional<at::Device> only)
       : reading_(reading),
         only_(only),
-        sorts_at_once_(only && reading.casts == nullptr),
         devices_(is_observed() ? 0 : reading.devices),
         owners_(only ? nullptr : std::make_shared<std::deque<at::Tensor>>()) {}
 
@@ -227,7 +207,7 @@ class Walker {
     PyObject* const* items = PySequence_Fast_ITEMS(params);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
     found.grads.reserve(found.grads.size() + size);
-    if (sorts_at_once_ && found.lists.empty()) {
+    if (only_ && found.lists.empty()) {
       found.lists.emplace_back(*only_, nullptr);
     }
     for (Py_ssize_t i = 0; i < size;) {
@@ -242,14 +222,10 @@ class Walker {
     return true;
   }
 
-  // Sorts the gradients into their lists, and begins to cast them.
+  // Sorts the gradients into their lists.
   void finish() {
-    if (reading_.casts != nullptr) {
-      reading_.casts->reset();
-    }
-    for (size_t i = 0; i < found.grads.size() && !sorts_at_once_; ++i) {
-      const GradRef& ref = found.grads[i];
-      list_on(ref.grad->device()).add(*ref.grad, reading_.writes, ref.number, ref.wide);
+    for (const GradRef& ref : found.grads) {
+      list_on(ref.grad->device()).add(*ref.grad, reading_.writes, ref.number);
     }
   }
 
@@ -289,7 +265,7 @@ class Walker {
     for (Py_ssize_t i = 0; i < count; ++i) {
       const int64_t number = parameters_ + index + i;
       if (has_grad(i) && is_accepted(metas[i]->grad_)) {
-        accept(metas[i]->grad_, items[i], number);
+        accept(metas[i]->grad_, number);
       } else if (has_grad(i) || params[i] == nullptr || (metas[i] && metas[i]->grad_fn_)) {
         // It runs Python, after which the others must be read again.
         return !only_ && take_irregular(items[i], index + i, number) ? i + 1 : 0;
@@ -322,7 +298,7 @@ class Walker {
     }
     grad = grad.defined() ? real_view(grad) : grad;
     if (grad.defined() && is_accepted(grad)) {
-      accept(grad, item, number);
+      accept(grad, number);
     } else if (grad.defined()) {
       require_storage(grad);
       found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), grad, number,
@@ -337,23 +313,19 @@ class Walker {
         return list;
       }
     }
-    if (reading_.casts != nullptr) {
-      reading_.casts->start(device, found.grads);
-    }
     return found.lists.emplace_back(device, owners_);
   }
 
-  void accept(const at::Tensor& grad, PyObject* item, int64_t number) {
-    found.grads.push_back({only_ ? &grad : &owners_->emplace_back(grad), item, number});
-    if (sorts_at_once_) {
+  void accept(const at::Tensor& grad, int64_t number) {
+    found.grads.push_back({only_ ? &grad : &owners_->emplace_back(grad), number});
+    if (only_) {
       found.lists.front().add(grad, reading_.writes, number);
     }
   }
 
   const Reading& reading_;
-  std::optional<at::Device> only_;
   // A walk that ends at anything irregular runs no Python: it borrows, and may sort at once.
-  bool sorts_at_once_;
+  std::optional<at::Device> only_;
   uint64_t devices_;
   std::shared_ptr<std::deque<at::Tensor>> owners_;  // keeps the gradients that it does not borrow
   int64_t group_ = 0;
@@ -399,7 +371,6 @@ std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const 
     if (is_observed() || !for_each_plain_group(param_groups, take) || walker.found.grads.empty()) {
       return std::nullopt;
     }
-    walker.finish();
   } catch (const c10::Error&) {  // memory that was freed
     return std::nullopt;
   }
@@ -446,42 +417,58 @@ py::tuple items_of(const py::sequence& tensors) {
 
 }  // namespace
 
-bool add_if_regular(GradList& list, PyObject* object, PyObject* wide, int64_t parameter) {
-  const at::Tensor* tensor = regular_tensor(object, list.device());
-  const at::Tensor* values = regular_tensor(wide, list.device());
-  const bool fits = values == nullptr ? wide == Py_None
-                                      : tensor != nullptr && tensor->element_size() == 2 &&
-                                            values->scalar_type() == at::kFloat &&
-                                            values->sizes() == tensor->sizes() &&
-                                            values->strides() == tensor->strides();
-  if (tensor == nullptr || !fits) {
-    return false;
-  }
-  list.add(*tensor, true, parameter, values);
-  return true;
-}
-
 std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,
-                                     const std::optional<std::vector<int64_t>>& parameters,
-                                     const std::optional<py::sequence>& wide) {
+                                     const std::optional<std::vector<int64_t>>& parameters) {
   if (is_observed()) {
     return std::nullopt;
   }
   // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
-  const auto owner = std::make_shared<const std::pair<py::tuple, py::tuple>>(
-      items_of(tensors), wide ? items_of(*wide) : py::tuple());
-  TORCH_CHECK_VALUE(!wide || owner->first.size() == owner->second.size(), owner->first.size(),
-                    " tensors and ", owner->second.size(), " wide ones");
-  GradList list(device, owner);
-  for (size_t i = 0; i < owner->first.size(); ++i) {
+  const auto items = std::make_shared<const py::tuple>(items_of(tensors));
+  GradList list(device, items);
+  for (size_t i = 0; i < items->size(); ++i) {
     const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
     TORCH_CHECK_VALUE(number >= 0, "the number of a parameter must be at least 0, got ", number);
-    PyObject* other = wide ? PyTuple_GET_ITEM(owner->second.ptr(), i) : Py_None;
-    if (!add_if_regular(list, PyTuple_GET_ITEM(owner->first.ptr(), i), other, number)) {
+    const at::Tensor* tensor = regular_tensor(PyTuple_GET_ITEM(items->ptr(), i), device);
+    if (tensor == nullptr) {
       return std::nullopt;
     }
+    list.add(*tensor, true, number);
   }
   return list;
+}
+
+bool can_be_reused(const py::list& memory, const py::list& like) {
+#ifdef Py_GIL_DISABLED  // counts of references are approximate there
+  return false;
+#endif
+  const auto fits = [](py::handle item, py::handle other) {
+    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+    const at::Tensor& model = THPVariable_Unpack(other.ptr());
+    return Py_REFCNT(item.ptr()) == 1 && tensor.use_count() == 1 &&
+           tensor.storage().use_count() == 1 && tensor.scalar_type() == at::kFloat &&
+           !tensor.requires_grad() && THPVariable_CheckExact(other.ptr()) && is_dense(model) &&
+           tensor.device() == model.device() && tensor.sizes() == model.sizes() &&
+           tensor.strides() == model.strides();
+  };
+  return memory.size() == like.size() &&
+         std::equal(memory.begin(), memory.end(), like.begin(), fits);
+}
+
+py::bytes looks_of(const py::list& tensors) {
+  Reused<int64_t> words;
+  for (const py::handle item : tensors) {
+    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+    auto form = static_cast<int64_t>(tensor.scalar_type());
+    for (const c10::IntArrayRef extents : {tensor.sizes(), tensor.strides()}) {
+      for (const int64_t extent : extents) {
+        form = form * 1'000'003 + extent;
+      }
+    }
+    words.push_back(form);
+    words.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+    words.push_back(static_cast<int64_t>(tensor._version()));
+  }
+  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t)};
 }
 
 }  // namespace ampfast

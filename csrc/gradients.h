@@ -31,16 +31,13 @@ constexpr int64_t kChunk = 16 * 1024;
 // From this many elements on, other threads may have the interpreter during a pass.
 constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
 
-class Casts;
-
 constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 struct Span {
   char* address;
   int64_t numel;
   int64_t first_chunk;
-  int64_t parameter;      // its number among all of the optimizer, without gradient too
-  float* wide = nullptr;  // as many float32 values, of a list that has them
+  int64_t parameter;  // its number among all of the optimizer, without gradient too
 };
 
 // A vector in memory of an earlier one of its thread. After a backward, malloc first sorts all that
@@ -80,7 +77,6 @@ struct DtypeList {
   Reused<Span> spans{};
   int64_t chunks = 0;
   int64_t elements = 0;
-  bool is_paired = false;  // with float32 values, which a pass writes instead of 16-bit ones
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
 };
@@ -95,16 +91,10 @@ class GradList {
 
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
-  // A pass writes `wide` in its place where that is given, a float32 tensor of its shape and
-  // strides.
-  void add(const at::Tensor& tensor, bool writes, int64_t parameter,
-           const at::Tensor* wide = nullptr);
+  void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
   void hold(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
   bool is_held() const { return owner_ != nullptr; }
-
-  // Only the pairs.
-  GradList pairs() const;
 
   // The gradients of the parameters of these numbers, and the others.
   std::pair<GradList, GradList> split(const std::unordered_set<int64_t>& parameters) const;
@@ -118,8 +108,7 @@ class GradList {
   int64_t elements() const { return elements_; }
 
  private:
-  void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter,
-           float* wide = nullptr);
+  void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter);
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
@@ -192,13 +181,10 @@ using SetAside = std::tuple<py::object, at::Tensor, int64_t, int64_t>;
 // Number of a group, place in it, and the parameter there.
 using Place = std::tuple<int64_t, int64_t, py::object>;
 
-// A gradient that the kernels can take, its parameter, the number of that, and the float32 tensor
-// to which it is cast, or null; all borrowed.
+// A gradient that the kernels can take, borrowed, and the number of its parameter.
 struct GradRef {
   const at::Tensor* grad;
-  PyObject* param;
   int64_t number;
-  const at::Tensor* wide = nullptr;
 };
 
 // How a walk reads gradients.
@@ -209,7 +195,6 @@ struct Reading {
   // Unless None, called with a parameter, its gradient or None, and its number, where either is no
   // plain tensor; returns the local shard of a distributed gradient, which is read in its place.
   py::object local_shard_of = py::none();
-  Casts* casts = nullptr;  // unless null, begin
 };
 
 // A tensor that may be written outside of inference mode, too; its values are not set.
@@ -264,16 +249,17 @@ std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const 
 // state, a dict by parameter. Keys are compared as tensors are: by identity.
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
 
-// Adds a tensor, about to be written, if it is regular and on the device of the list and, unless
-// `wide` is None, pairs with that: a 16-bit tensor with a float32 one of its shape and strides.
-bool add_if_regular(GradList& list, PyObject* tensor, PyObject* wide, int64_t parameter);
-
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
-// `device`. Their parameters have the numbers of their places, or the ones in `parameters`. Where
-// `wide` is given, it has for each the float32 tensor with which it is paired, or None.
+// `device`. Their parameters have the numbers of their places, or the ones in `parameters`.
 std::optional<GradList> regular_list(
     const py::sequence& tensors, at::Device device,
-    const std::optional<std::vector<int64_t>>& parameters = std::nullopt,
-    const std::optional<py::sequence>& wide = std::nullopt);
+    const std::optional<std::vector<int64_t>>& parameters = std::nullopt);
+
+// Tells whether nobody but the list `memory` holds its tensors or their memory, and each is float32
+// and else like the dense tensor in that place of the list `like`.
+bool can_be_reused(const py::list& memory, const py::list& like);
+
+// Bytes for each dense tensor that differ after an edit that autograd sees, or of other data.
+py::bytes looks_of(const py::list& tensors);
 
 }  // namespace ampfast

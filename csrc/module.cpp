@@ -8,7 +8,6 @@
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
-#include "master_weights.h"
 #include "track.h"
 
 namespace ampfast {
@@ -68,7 +67,6 @@ std::map<std::string, std::string> build_info() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   cuda::bind(m);
-  bind_master_weights(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
   m.attr("CUDA") = device_bit(at::kCUDA);
@@ -99,9 +97,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   py::class_<GradList>(m, "GradList", made_here, py::is_final())
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
-                  py::arg("parameters") = std::nullopt, py::arg("wide") = std::nullopt)
+                  py::arg("parameters") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
-      .def("pairs", &GradList::pairs)
       .def_property_readonly("device", &GradList::device)
       .def_property_readonly("dtype", &GradList::dtype)
       .def_property_readonly("has_float64", &GradList::has_float64)
@@ -113,9 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
-      .def_readonly("first", &Segment::first)
-      .def_readonly("is_paired", &Segment::is_paired)
-      .def_readonly("is_aligned", &Segment::is_aligned);
+      .def_readonly("first", &Segment::first);
   py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", made_here, py::is_final())
       .def_static("of", &table_of)
       .def_readonly("words", &DeviceTable::words)
@@ -140,12 +135,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("require_storage", &require_storage);
   m.def("real_view", torch::wrap_pybind_function(real_view));
   m.def("kind_of", &kind_of);
+  m.def("can_be_reused", &can_be_reused);
+  m.def("looks_of", &looks_of);
   m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
   m.def("walk", torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16,
                                                bool writes, uint64_t devices, bool bumps_versions,
-                                               const py::object& local_shard_of, Casts* casts) {
-          Walk found =
-              walk(param_groups.ptr(), {allow_fp16, writes, devices, local_shard_of, casts});
+                                               const py::object& local_shard_of) {
+          Walk found = walk(param_groups.ptr(), {allow_fp16, writes, devices, local_shard_of});
           if (bumps_versions && !found.refused) {
             found.bump_versions();
           }

@@ -9,7 +9,6 @@
 #include "bindings.h"
 #include "cpu/multi_tensor.h"
 #include "device_kernels.h"
-#include "master_weights.h"
 #include "track.h"
 
 namespace ampfast {
@@ -76,17 +75,6 @@ PyObject* run(PyObject* const* args) {
   return THPVariable_Wrap(flag);
 }
 
-// narrow(pairs, found_inf) -> whether they were rounded, as the flag was not set
-PyObject* narrow(PyObject* const* args) {
-  const GradList& pairs = list_of(args[0], at::kCPU);
-  const float* flag = data_of<const float>(tensor_of(args[1]), "found_inf", at::kCPU);
-  const bool narrows = flag == nullptr || *flag == 0;
-  if (narrows) {
-    without_gil_if_long(pairs, [&] { cpu::narrow(pairs); });
-  }
-  return PyBool_FromLong(narrows);
-}
-
 // clip(clip)
 PyObject* clip(PyObject* const* args) {
   clip_coefficient(clip_of(args[0], at::kCPU));
@@ -97,8 +85,8 @@ PyObject* clip(PyObject* const* args) {
 PyObject* const kFlagsName = PyUnicode_InternFromString("found_inf_per_device");
 PyObject* const kGroupsName = PyUnicode_InternFromString("param_groups");
 PyObject* const kStageName = PyUnicode_InternFromString("stage");
-// Of classes of optimizers whose gradients are cast.
-PyObject* const kCastingName = PyUnicode_InternFromString("_master_weights_of");
+// Of optimizers that make their gradients float32 before anyone reads them.
+PyObject* const kWidenName = PyUnicode_InternFromString("widen_gradients");
 
 // The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
 // whatever ends the pass early, nobody steps on gradients that are half written. Made before the
@@ -138,8 +126,7 @@ class Mark {
 
 // An optimizer's gradients, if a plain walk takes them and the factor of a pass over them is plain.
 struct Gradients {
-  py::object holder, groups;  // of the casts, and of the parameters
-  Casts* casts = nullptr;
+  py::object groups;
   std::optional<Walk> walk;
 
   Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16, at::Device device,
@@ -148,15 +135,13 @@ struct Gradients {
     if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat, device) == nullptr)) {
       return;
     }
-    groups = py::getattr(optimizer, kGroupsName);
-    if (writes && _PyType_Lookup(Py_TYPE(optimizer), kCastingName) != nullptr) {
-      holder = py::handle(optimizer).attr("_masters").attr("casts");
-      casts = py::cast<Casts*>(holder);
+    if (_PyType_Lookup(Py_TYPE(optimizer), kWidenName) != nullptr) {
+      py::getattr(optimizer, kWidenName)();
     }
+    groups = py::getattr(optimizer, kGroupsName);
     Reading reading;
-    reading.allow_fp16 = allow_fp16 || casts != nullptr;
+    reading.allow_fp16 = allow_fp16;
     reading.writes = writes;
-    reading.casts = casts;
     walk = plain_walk(groups.ptr(), device, reading);
     if (walk && (is_launched || list().elements() >= kElementsWorthReleasing)) {
       walk->hold();
@@ -164,12 +149,6 @@ struct Gradients {
   }
 
   const GradList& list() const { return walk->lists.front(); }
-
-  void finish() const {
-    if (casts != nullptr) {
-      casts->finish();
-    }
-  }
 };
 
 // Where a tensor's memory begins and ends; of one that is empty or not dense, the tensor itself.
@@ -333,7 +312,6 @@ PyObject* pass_over(const Over& over) {
   } else {
     flag = run_on(over.launcher, list, over.pass);
   }
-  gradients.finish();
   if (mark && !work) {
     mark->set(flag);
   }
@@ -381,7 +359,6 @@ at::Tensor clipped(const Gradients& gradients, const Pass& pass, const ClipTuple
     work.marks = std::nullopt;
     cpu::run(list, work);
   });
-  gradients.finish();
   mark.set(found);
   return norm;
 }
@@ -401,9 +378,9 @@ at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& 
   const double max_norm = float_of(fields[ClipTuple::kMaxNorm]);
   const bool finds_spikes = fields[ClipTuple::kAcceptedNorms] != Py_None ||
                             float_of(fields[ClipTuple::kSkipAbove]) != INFINITY;
-  // Kernels that write gradients in place compute the coefficient themselves.
+  // Kernels that write gradients compute the coefficient themselves.
   const bool writes_nothing = pass.how == Factor::kNone && max_norm == INFINITY;
-  const bool is_one_launch = !finds_spikes && !writes_nothing && gradients.casts == nullptr;
+  const bool is_one_launch = !finds_spikes && !writes_nothing;
   const py::object rows = py::cast(sums.unsqueeze(0)), found = py::cast(flag);
   const py::object clip = with_fields(
       fields.tuple(), {{ClipTuple::kSums, rows.ptr()},
@@ -423,7 +400,6 @@ at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& 
                                 {Pass::kClip, is_one_launch ? clip.ptr() : Py_None}});
     run_on(over.launcher, list, writes.ptr());
   }
-  gradients.finish();
   mark.set(flag);
   return norm;
 }
@@ -583,7 +559,6 @@ PyObject* drop_unheld(PyObject* const* args) {
 
 void bind_steps(py::module_& m) {
   add_call<run, 2>(m, "run");
-  add_call<narrow, 2>(m, "narrow");
   add_call<clip, 1>(m, "clip");
   add_call<pass_over, 6>(m, "pass_over");
   add_call<pass_over_on, 7>(m, "pass_over_on");

@@ -29,13 +29,11 @@ enum HeaderWord : int64_t {
 constexpr int64_t kNotFinite = int64_t{1} << 32;
 
 // The table has the chunks of each dtype: where one begins, and its bytes with the number of its
-// parameter in the upper half; of pairs also where its float32 values begin.
+// parameter in the upper half.
 enum ChunkWord : int64_t {
   kAddress,
   kExtent,
   kChunkWords,
-  kWide = kChunkWords,
-  kPairWords,
 };
 constexpr int kParameterShift = 32;
 

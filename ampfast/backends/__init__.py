@@ -71,14 +71,6 @@ class Kernels(Protocol):
             Its found_inf.
         """
 
-    def narrow(self, pairs: Any, found_inf: Tensor | None, /) -> None:
-        """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
-
-        Args:
-            pairs: A list that has only pairs (`core.list_of`).
-            found_inf: One-element float32, or None; where it is not 0, nothing is written.
-        """
-
     def clip(self, clip: Clip, /) -> None:
         """Writes norm, clip coefficient and divisor, and the flag of a spike.
 

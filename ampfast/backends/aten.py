@@ -481,23 +481,6 @@ def set_divisor(divisor: Tensor, scale: Tensor, coefficient: Tensor) -> None:
     divisor.copy_(scale.detach().reshape(()) / moved(coefficient, scale.device))
 
 
-@torch.no_grad()
-def narrow(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None = None) -> None:
-    """Rounds float32 tensors to 16-bit ones, unless a flag is set; no host sync.
-
-    Args:
-        params: 16-bit tensors of one device.
-        masters: float32 tensors of their shapes.
-        found_inf: One-element float32 on that device, or None.
-    """
-    values = masters
-    if found_inf is not None:
-        kept = found_inf.reshape(()) != 0
-        pairs = zip(params, masters, strict=True)
-        values = [torch.where(kept, param, master.to(param.dtype)) for param, master in pairs]
-    torch._foreach_copy_(params, values)
-
-
 def require_unscalable(grads: TensorList) -> None:
     """Raises torch's error for the first gradient that its op refuses; no value changes."""
     for group in grads.groups:

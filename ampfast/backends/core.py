@@ -40,8 +40,7 @@ _C.cpu_capability()  # raises ValueError if AMPFAST_CPU_CAPABILITY names none
 
 compiled = _C
 
-# The list of tensors on a device, or of pairs of 16-bit and float32 tensors; None if one of them is
-# irregular or of another type, or the tensors of a pair differ in strides.
+# The list of tensors on a device; None if one of them is irregular or of another type.
 list_of = _C.GradList.of
 
 # Words of a scaler's state, and of the norms of the steps taken, by name, as in csrc/scale.h.
@@ -87,8 +86,7 @@ class Pass(NamedTuple):
     """One pass over gradients of one device; all tensors are on it.
 
     Attributes:
-        write: Whether values times the factor are written, in place or, of 16-bit gradients in
-            pairs (`GradList.of`), to their float32 tensors; else gradients are only read.
+        write: Whether values times the factor are written in place; else gradients are only read.
         how: How the factor is applied; a division never writes.
         factor: One-element float32; None with `Factor.NONE`.
         found_inf: One-element float32 that is set to 1 if a value as it is used is inf or NaN; by

@@ -16,7 +16,6 @@ __all__ = ["is_capturing"]
 KERNELS = Path(__file__).parents[1] / "kernels.fatbin"
 
 multi_tensor = compiled.cuda_multi_tensor
-narrow = compiled.cuda_narrow
 update_scale = compiled.cuda_update_scale
 clip_coefficient = compiled.cuda_clip_coefficient
 limit_programs = compiled.cuda_limit_programs

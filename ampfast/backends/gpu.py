@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampfast.backends import core
-from ampfast.backends.core import DeviceTable, Factor, GradList, Pass, Update
+from ampfast.backends.core import Update
 from ampfast.backends.scalars import float_of
 
 
@@ -58,18 +57,6 @@ class DeviceKernels:
         self.run: Any = partial(core.run_on, launcher)
         self.clip: Any = partial(core.clip_on, launcher)
         self.update: Any = partial(core.update_on, launcher)
-
-    def narrow(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
-        """As `Kernels.narrow`."""
-        core.require_pass(pairs, Pass(False, Factor.NONE, found_inf=found_inf))
-        if pairs.chunks == 0:
-            return
-        with torch.cuda.device(pairs.device.index if pairs.device.type == "cuda" else -1):
-            table = DeviceTable.of(pairs, self._launcher.is_capturing())
-            if not all(each.is_paired for each in table.segments):
-                raise RuntimeError("a tensor has no float32 values")
-            for segment in table.segments:
-                self._launcher.narrow(table, segment, found_inf)
 
     def ending(self, update: Update) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""

@@ -28,7 +28,6 @@ from ampfast.clip.norm_history import ClipLimit, SkipRule
 from ampfast.distributed import Agreement, marks_of
 from ampfast.errors import float_of
 from ampfast.optim.fused_support import divides_by_itself, takes_grad_scaler
-from ampfast.optim.master_weights import MasterWeights
 
 # Orders whose norm is computed in the pass of the check.
 FUSED_ORDERS = (2.0, math.inf)
@@ -348,7 +347,7 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
         )
     if not divides_by_itself(optimizer):
         return False
-    if takes_grad_scaler(optimizer.step) or isinstance(optimizer, MasterWeights):
+    if takes_grad_scaler(optimizer.step):
         return False
     refuse_own_grad_scale(optimizer)
     if overridden:

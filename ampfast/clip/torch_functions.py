@@ -213,7 +213,7 @@ def _refuses(grads: Iterable[Tensor | None], order: float) -> bool:
 def _grads_of(params: list[Tensor]) -> core.GradList | None:
     """The gradients of parameters, about to be written; None if one is for torch's function."""
     groups, devices = [{"params": params}], backends.choose().devices
-    lists, irregular, refused = core.walk(groups, True, True, devices, True, None, None)
+    lists, irregular, refused = core.walk(groups, True, True, devices, True, None)
     return lists[0] if len(lists) == 1 and not irregular and refused is None else None
 
 

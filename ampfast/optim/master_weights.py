@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import compress
+from operator import is_
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ampfast import backends, gradients
-from ampfast.backends import TORCH_OPS, aten, core
-from ampfast.backends.core import Factor, Pass
+from ampfast.backends import core
 from ampfast.backends.cuda_graphs import refuse_capture
-from ampfast.backends.scalars import allocate, copies_of, moved
+from ampfast.backends.scalars import allocate
 from ampfast.errors import not_compiled, refuse_differentiable, warn_caller
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -26,31 +25,33 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 # Key of a master weight in a checkpoint, as in Transformer Engine's.
 _KEY = "master_param"
 
+_HALVES = torch.float16, torch.bfloat16
+
 
 class _Masters(dict[Tensor, Tensor]):
     """Master weights by parameter: float32 weights, which an optimizer steps in its place.
 
     Attributes:
-        casts: Casts of the optimizer's gradients.
-        fingerprint: That of the groups when parameters and master weights were last equal; None:
-            compare them.
-        weights: The weight of each parameter in the groups then, None for others.
-        lent: A byte for each of them: 1 if its gradient was lent to its weight for this step.
+        places: The parameters in the groups, by identity, when master weights were last compared
+            with them; None: compare them.
+        looks: `core.looks_of` the parameters with a master weight then, or after the last step.
+        others: The parameters in the groups without one.
+        memory: Float32 gradients of the last step, on the CPU.
         standing: The parameters of each group with master weights in their place, or None.
         inner: The state by master weight, as the last step left it, or None.
         state_keys: The keys of the state and of `inner` then.
     """
 
-    fingerprint: Any = None
-    weights: tuple[Tensor | None, ...] = ()
-    lent: Any = None
+    places: list[list[int]] | None = None
+    looks = b""
+    others: Sequence[Tensor] = ()
     standing: list[list[Tensor]] | None = None
     inner: defaultdict[Any, Any] | None = None
     state_keys: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
     def __init__(self, masters: Any = ()) -> None:
         super().__init__(masters)
-        self.casts = core.Casts()
+        self.memory: list[Tensor] = []
 
     def make(self, param: Tensor) -> None:
         refuse_capture("the making of master weights")
@@ -59,12 +60,34 @@ class _Masters(dict[Tensor, Tensor]):
         self[param] = weight.requires_grad_()
 
     def make_if_trained(self, param: Tensor) -> None:
-        if param not in self and _fits(param) and (param.requires_grad or param.grad is not None):
+        if param not in self and _is_trained(param):
             self.make(param)
+
+    def widened(self, grads: list[Any]) -> list[Any]:
+        """Returns gradients in float32, on the CPU in the memory of the last step if it is free.
+
+        Fresh memory would take several times as long there; the allocators of GPUs keep it.
+        """
+        if not core.can_be_reused(self.memory, grads):
+            self.memory = []  # freed first
+            if not all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads):
+                return [grad.detach().to(torch.float32) for grad in grads]
+            self.memory = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        wide = self.memory
+        torch._foreach_copy_(wide, grads)
+        if not wide[0].is_cpu:
+            self.memory = []
+        return wide
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of that step."""
-        return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
+        keys, inner_keys = self.state_keys
+        return (
+            len(state) == len(inner) == len(keys) == len(inner_keys)
+            and all(map(is_, state, keys))
+            and all(map(is_, inner, inner_keys))
+            and all(map(is_, state.values(), inner.values()))
+        )
 
 
 class _View(dict[Tensor, Tensor]):
@@ -118,7 +141,7 @@ class MasterWeights(torch.optim.Optimizer):
         step = cast(Any, self._master_weights_of.step)
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # the hooks of this step run around it
-        swap = _Swap(self)
+        masters, swap = self._masters, _Swap(self)
         if callable(closure):
             closure = partial(swap.evaluate, closure)
             args = (closure, *args[1:]) if args else ()
@@ -132,10 +155,34 @@ class MasterWeights(torch.optim.Optimizer):
         except BaseException:
             # An interrupt may come between any two lines, so each of these can be done again.
             swap.leave()
-            self._masters.fingerprint = None  # parameters win over what the step has written
-            core.take_grads(self._masters.weights)
+            masters.places = None  # parameters win over what the step has written
+            for weight in masters.values():
+                weight.grad = None
             raise
         return result
+
+    def widen_gradients(self) -> None:
+        """Replaces 16-bit gradients by float32 ones of the same values.
+
+        `step` does it, and a scaler before it reads gradients. Float32 ones stay as they are.
+        """
+        params = _params(self)
+        grads = [param.grad for param in params]  # once: reading makes an object
+        are_half = [grad is not None and grad.dtype in _HALVES for grad in grads]
+        if not any(are_half):
+            return
+        params, halves = list(compress(params, are_half)), list(compress(grads, are_half))
+        with torch.inference_mode(False), torch.no_grad():
+            grads = self._masters.widened(halves)
+        try:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+        except RuntimeError:
+            # Asked for here alone: parameters keep it, so this is a first step.
+            for param, grad in zip(params, grads, strict=True):
+                if param.grad_dtype not in (None, torch.float32):
+                    param.grad_dtype = None
+                param.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a gradient that is not set to None gets the dtype of `grad_dtype` again.
@@ -233,11 +280,6 @@ class MasterWeights(torch.optim.Optimizer):
         return _restored, (self._master_weights_of,), self.__getstate__()
 
 
-def casts_of(optimizer: torch.optim.Optimizer) -> core.Casts | None:
-    """Returns the casts of an optimizer's gradients; None without master weights."""
-    return optimizer._masters.casts if isinstance(optimizer, MasterWeights) else None
-
-
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -274,30 +316,27 @@ def _warn_of_rounded(
 
 
 def _prepare(optimizer: MasterWeights) -> None:
-    """Makes master weights equal to the parameters, and gradients float32."""
+    """Makes master weights equal to the parameters, and lends them gradients in float32."""
     masters, groups = optimizer._masters, optimizer.param_groups
     refuse_differentiable(groups, "master weights do")
-    fingerprint = _fingerprint_of(groups, masters.fingerprint)
-    if fingerprint != masters.fingerprint:
+    places = [list(map(id, group["params"])) for group in groups]
+    if (
+        places != masters.places
+        or core.looks_of(_locals(masters)) != masters.looks
+        or any(map(_is_trained, masters.others))
+    ):
         for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
-        for param in masters.keys() - set(_params(optimizer)):
+        params = _params(optimizer)
+        for param in masters.keys() - set(params):
             del masters[param]
+        masters.others = [param for param in params if param not in masters]
         masters.standing = masters.inner = None
-        masters.weights = tuple(masters.get(param) for param in _params(optimizer))
-        masters.fingerprint = fingerprint
-    masters.lent = core.lend_grads(groups, masters.weights, masters.lent)
-    if masters.lent is None:
-        choice, casts = backends.choose(), masters.casts
-        found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
-        for kernels, grads in found.lists:
-            if isinstance(grads, core.GradList):
-                kernels.run(grads.pairs(), Pass(True, Factor.NONE))
-        casts.finish()
-        # Groups may be other containers than the core knows.
-        params = [{"params": _params(optimizer)}]
-        masters.lent = core.lend_grads(params, masters.weights, masters.lent)
+        masters.places, masters.looks = places, core.looks_of(_locals(masters))
+    optimizer.widen_gradients()
+    for param, weight in masters.items():
+        weight.grad = param.grad
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -315,103 +354,48 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
     if weight.device != param.device:
         masters[param] = weight.detach().to(param.device).requires_grad_()
     with torch.no_grad():
-        param, weight = _local(param), _local(masters[param])
+        param, weight = _locals([param, masters[param]])
         # Elements that are equal keep their low bits. By bits, for the sign of zero.
         differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         weight.copy_(torch.where(differs, param.to(torch.float32), weight))
 
 
+@torch.no_grad()
 def _write_back(optimizer: MasterWeights) -> None:
-    """Rounds master weights to the parameters that have a gradient, unless a flag is set.
+    """Rounds master weights to the parameters that have a gradient, and takes that back.
 
-    Takes back what gradients were lent, even if the step dropped them.
+    A parameter has none either, then, if the step has dropped it.
     """
-    masters, groups = optimizer._masters, optimizer.param_groups
-    found_inf = getattr(optimizer, "found_inf", None)
-    pairs = core.stepped_pairs(groups, masters.weights, masters.lent, masters.fingerprint)
-    if pairs is None:
-        _refuse_changes(masters, _fingerprint_of(groups))
-    if pairs is None or not _narrow_pairs(pairs, found_inf):
-        stepped = list(compress(_params(optimizer), masters.lent))
-        for param in stepped:
-            if masters[param].grad is None:
+    masters, params, weights = optimizer._masters, [], []
+    if core.looks_of(_locals(masters)) != masters.looks:
+        _refuse_changes(optimizer)
+    for param, weight in masters.items():
+        if param.grad is not None:
+            params.append(param)
+            weights.append(weight)
+            if weight.grad is None:
                 param.grad = None
-        narrow_on_devices(stepped, [masters[param] for param in stepped], found_inf)
-        # Parameters that were added in the step are followed in the next one.
-        is_known = len(masters.weights) == len(_params(optimizer))
-        masters.fingerprint = _fingerprint_of(groups) if is_known else None
-    core.take_grads(masters.weights)
+            weight.grad = None
+    if params:
+        torch._foreach_copy_(_locals(params), _locals(weights))
+    masters.looks = core.looks_of(_locals(masters))
 
 
-def _narrow_pairs(pairs: core.GradList, found_inf: Tensor | None) -> bool:
-    """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
-    kernels = backends.choose().kernels_for(pairs.device)
-    is_known = found_inf is None or core.is_scalar(found_inf, torch.float32)
-    if kernels is TORCH_OPS or not is_known:
-        return False
-    if pairs.chunks:
-        kernels.narrow(pairs, None if found_inf is None else moved(found_inf, pairs.device))
-    return True
+def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors; of DTensors their local shards."""
+    if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}:
+        return list(tensors)
+    return [getattr(each, "_local_tensor", each) for each in tensors]
 
 
-def narrow_on_devices(
-    params: list[Tensor], weights: list[Tensor], found_inf: Tensor | None
-) -> None:
-    """Rounds master weights to parameters on any devices, DTensors too, unless a flag is set.
-
-    Args:
-        params: 16-bit parameters.
-        weights: float32 tensors of their shapes and devices.
-        found_inf: One-element float32, or None.
-    """
-    flag_on = copies_of(None if found_inf is None else found_inf.detach())
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for param, weight in zip(params, weights, strict=True):
-        narrow, wide = by_device.setdefault(param.device, ([], []))
-        narrow.append(_local(param))
-        wide.append(_local(weight))
-    for device, (narrow, wide) in by_device.items():
-        pairs = core.list_of(narrow, device, None, wide)
-        if pairs is not None and _narrow_pairs(pairs, flag_on(device)):
-            torch.autograd.graph.increment_version(narrow)
-        else:
-            aten.narrow(narrow, wide, flag_on(device))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, else the tensor."""
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    return tensor if is_plain else getattr(tensor, "_local_tensor", tensor)
-
-
-def _fingerprint_of(param_groups: list[dict[str, Any]], known: Any = None) -> Any:
-    """A fingerprint of the parameters, of a part for each.
-
-    It differs after any edit that bumps a version, and after any change of the groups.
-    """
-    fingerprint = core.fingerprint_of(param_groups, known)
-    if fingerprint is not None:
-        return fingerprint
-    parts = []
-    for place, group in enumerate(param_groups):
-        for param in group["params"]:
-            each, needs = _local(param), param.requires_grad or param.grad is not None
-            try:
-                seen = (each.data_ptr(), each._version, each.shape, each.stride())
-            except (RuntimeError, ValueError):
-                # Sparse or nested, made in inference mode, without values as yet: steps of master
-                # weights leave it alone.
-                seen = None
-            parts.append((id(param), place, needs, each.dtype, seen))
-    return parts
-
-
-def _refuse_changes(masters: _Masters, fingerprint: Any) -> None:
+def _refuse_changes(optimizer: MasterWeights) -> None:
     """Refuses a step that changed a parameter itself, which its master weight would overwrite."""
-    size = len(masters.fingerprint) // max(1, len(masters.weights))
-    for number, weight in enumerate(masters.weights):
-        part = slice(number * size, (number + 1) * size)
-        if weight is not None and masters.fingerprint[part] != fingerprint[part]:
+    masters, params = optimizer._masters, _params(optimizer)
+    before, size = masters.looks, len(core.looks_of(_locals(masters)[:1]))
+    for place, param in enumerate(masters):
+        look = before[place * size : (place + 1) * size]
+        if look and look != core.looks_of(_locals([param])):
+            number = next(i for i, each in enumerate(params) if each is param)
             raise RuntimeError(
                 f"the optimizer's step changed parameter {number} while a master weight stood in "
                 "for it: master_weights_ serves optimizers that step the parameters in their "
@@ -530,14 +514,11 @@ def _rekeyed(
 def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Gives an optimizer float32 master weights for its 16-bit parameters, in place.
 
-    Each step casts their gradients to float32, updates the master weights, and rounds these to the
+    Each step makes their gradients float32, updates the master weights, and rounds these to the
     parameters, which hold the model's weights as before: bit for bit the training with master
-    weights by hand. A `GradScaler` casts as it unscales, float16 gradients too; bfloat16 needs no
-    scaler. Other parameters are stepped as they are. State is float32.
-
-    Two things are equal up to rounding: a fused optimizer under a scale that is no power of two,
-    by which its kernel would divide, while the cast multiplies with the inverse, as torch's
-    `unscale_`; and state that the constructor made in 16 bit, as Adagrad its sums.
+    weights by hand. A `GradScaler` makes them float32 before it reads them, float16 gradients too;
+    bfloat16 needs no scaler. Other parameters are stepped as they are. State is float32, but what
+    the constructor made in 16 bit, as Adagrad its sums, stays rounded.
 
     The class becomes a subclass of its own and of `MasterWeights`, whose `master_weights` maps
     parameters to master weights. A second call has no effect.
@@ -574,7 +555,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
             "the optimizer's step was replaced on the instance: call master_weights_ before the "
             "scheduler or trainer gets it"
         )
-    for name in ("master_weights", *MasterWeights.__annotations__):
+    for name in ("master_weights", "widen_gradients", *MasterWeights.__annotations__):
         if hasattr(optimizer, name):
             raise TypeError(
                 f"{kind.__qualname__} has an attribute {name} of its own, which master_weights_ "
@@ -607,12 +588,16 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
 def _fits(param: Tensor) -> bool:
     """Whether a parameter may have a master weight: 16 bit and dense, and with values by now."""
     return (
-        param.dtype in (torch.float16, torch.bfloat16)
+        param.dtype in _HALVES
         and not is_lazy(param)
         and param.layout is torch.strided
         and not param.is_nested
         and not param.is_inference()
     )
+
+
+def _is_trained(param: Tensor) -> bool:
+    return _fits(param) and (param.requires_grad or param.grad is not None)
 
 
 @cache

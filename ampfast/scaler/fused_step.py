@@ -14,7 +14,6 @@ from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.clip import global_norm
 from ampfast.optim.fused_support import lacks_momentum, legacy_step, takes_grad_scaler
-from ampfast.optim.master_weights import MasterWeights
 from ampfast.scaler.passes import Passes
 from ampfast.scaler.turn import READY, UNSCALED, Flags, Turn, begin, new_turn
 
@@ -68,8 +67,7 @@ class FusedSteps(Passes):
         self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        casts_or_reads = isinstance(optimizer, MasterWeights) or self._is_guard
-        if casts_or_reads and turn["stage"] is READY:
+        if self._is_guard and turn["stage"] is READY:
             self.unscale_(optimizer)
         is_unscaled, is_new = turn["stage"] is UNSCALED, False
         deferred = turn.divisor

@@ -37,7 +37,6 @@ from ampfast.optim.fused_support import (
     no_inf_checks,
     why_unchecked,
 )
-from ampfast.optim.master_weights import MasterWeights
 from ampfast.scaler import late_backward
 from ampfast.scaler.diagnostics import Diagnostics
 from ampfast.scaler.fused_step import FusedSteps
@@ -76,9 +75,6 @@ _OF_THIS_PROCESS = (
     *("_choice", "_finder", "_kernels", "_last_turns", "_names", "_tracking"),
     *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
-
-# A pass that only casts.
-_CASTING = Pass(True, Factor.NONE)
 
 _FLOAT32 = torch.float32
 
@@ -744,8 +740,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             self._unscale_below(self._skip_limit, optimizer, turn, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
-        if self._is_guard and isinstance(optimizer, MasterWeights):
-            work = _CASTING
         if turn.ending is not None:
             work, turn.ending = riding(work, turn.ending), None
         self._pass(optimizer, turn, work, scale)

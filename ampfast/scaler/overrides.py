@@ -15,7 +15,6 @@ from ampfast.optim.fused_support import (
     no_inf_checks,
     takes_grad_scaler,
 )
-from ampfast.optim.master_weights import MasterWeights
 from ampfast.scaler.passes import Passes
 from ampfast.scaler.turn import READY, Flags, TorchGradScaler, Turn
 
@@ -70,8 +69,6 @@ class HookedSteps(Passes):
 
         Except for an optimizer that torch would misjudge, or warn of at a line of this file.
         """
-        if isinstance(optimizer, MasterWeights) and turn["stage"] is READY:
-            self.unscale_(optimizer)  # which casts
         asks = getattr(optimizer, "_step_supports_amp_scaling", False)
         divides = asks and divides_by_itself(optimizer)
         is_legacy = divides and takes_grad_scaler(optimizer.step)

@@ -18,7 +18,6 @@ from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, SkipRule
 from ampfast.diagnose import overflow_report
 from ampfast.errors import add_note, warn_caller
 from ampfast.optim.fused_support import ByOptimizer, device_of, explain
-from ampfast.optim.master_weights import casts_of
 from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
 from ampfast.scaler.turn import READY, UNSCALED, Flags, TorchGradScaler, Turn, begin, new_turn
@@ -314,13 +313,13 @@ class Passes(TorchGradScaler):
         limit: float | ClipLimit,
         defers: list[bool],
     ) -> list[global_norm.NormTerm]:
-        """The gradients of a clip; a guard without a limit writes none but casts."""
+        """The gradients of a clip; a guard without a limit writes none."""
         writes_nothing = self._is_guard and limit == math.inf  # as values times 1
         return [
             self._norm_term(
                 each,
                 scale,
-                writes=not deferred and not (writes_nothing and casts_of(each) is None),
+                writes=not deferred and not writes_nothing,
                 divides=deferred,
             )
             for each, deferred in zip(optimizers, defers, strict=True)
@@ -368,8 +367,7 @@ class Passes(TorchGradScaler):
         try:
             if scale is not None and global_norm.share_memory(terms):
                 for place, term in enumerate(terms):
-                    # Casts share nothing.
-                    if scales[place] is not None and casts_of(term.optimizer) is None:
+                    if scales[place] is not None:
                         params = (param for group in term.grads.groups for param in group)
                         grads = [param.grad.detach() for param in params if param.grad is not None]
                         saved += [(grad, grad.clone()) for grad in grads]
@@ -429,13 +427,15 @@ class Passes(TorchGradScaler):
 
     def _collect(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         *,
         allow_fp16: bool,
         writes: bool,
         clips: bool = False,
     ) -> gradients.Gradients:
         """Walks over an optimizer's gradients, which are tracked."""
+        if hasattr(type(optimizer), "widen_gradients"):
+            optimizer.widen_gradients()
         grads = gradients.collect(
             optimizer.param_groups,
             allow_fp16=allow_fp16,
@@ -444,7 +444,6 @@ class Passes(TorchGradScaler):
             clips=clips,
             shards=self._ranks.local_shards(),
             tracked=self._track is not None,
-            casts=casts_of(optimizer),
         )
         # A disabled scaler has no steps.
         tracks = self._enabled and self._track is not None

@@ -17,12 +17,6 @@ struct Loops {
   int64_t (*unscale)(void* data, int64_t numel, float inv_scale, double coefficient);
   // The sum of squares of the unscaled values; raises `peak` to the largest magnitude, as bits.
   double (*squares)(const void* data, int64_t numel, float inv_scale, int64_t* peak);
-  // As `unscale`, of 16-bit data, which is only read: the products are written as float32, past the
-  // caches if that is asked for and possible.
-  int64_t (*widen)(const void* data, float* wide, int64_t numel, float inv_scale,
-                   double coefficient, bool streams);
-  // Rounds float32 values to 16-bit data; as above.
-  void (*narrow)(void* data, const float* wide, int64_t numel, bool streams);
 };
 
 const Loops& loops_for(Dtype dtype);

@@ -25,28 +25,12 @@ AMPFAST_INLINE void fetch_ahead([[maybe_unused]] const T* row) {
 
 // Calls `row.take<kRow>(from, to)` for every row of a block, which is only read where `to` is
 // constant, and `from`. What is left is taken by `kLast` elements; the last are filled up with
-// zeros after the first `count`. With `streams` rows are written past the caches, where that is
-// possible.
+// zeros after the first `count`.
 template <int kLast, class From, class To, class Row>
-AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& row,
-                                 [[maybe_unused]] bool streams = false) {
+AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& row) {
   constexpr bool kWrites = !std::is_const_v<To>;
   int64_t i = 0;
-#ifdef AMPFAST_X86
   if constexpr (kWrites) {
-    if (streams && reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
-      alignas(64) To written[kRow];
-      for (; i + kRow <= numel; i += kRow) {
-        row.template take<kRow>(from + i, written);
-        for (size_t k = 0; k < kRow; k += sizeof(__m128i) / sizeof(To)) {
-          _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k), load<__m128i>(written + k));
-        }
-      }
-      _mm_sfence();
-    }
-  }
-#endif
-  if constexpr (std::is_same_v<From, To>) {
     for (; numel >= kLong<From> && i + kRow <= numel; i += kRow) {
       fetch_ahead(from + i);
       row.template take<kRow>(from + i, to + i);
@@ -142,14 +126,13 @@ AMPFAST_INLINE Wide<T> widened(const T* values) {
   }
 }
 
-// Multiplies a row by as many factors, and rounds each time to what is written: without factors,
-// not even a subnormal is flushed.
+// Multiplies a row by as many factors, and rounds each time to what is written.
 template <int kFactors, int kCount, class T, class To>
 AMPFAST_INLINE void multiply(const T* from, To* to, Opmath<T> factor, Opmath<T> second) {
   constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
   for (int k = 0; k < kCount; k += kLanes) {
     const Wide<T> value = widened(from + k);
-    const Wide<T> product = kFactors > 0 ? value * factor : value;
+    const Wide<T> product = value * factor;
     if constexpr (sizeof(To) == sizeof(uint16_t)) {
       const Halves rounded = narrow(product, To{});
       store(to + k, kFactors > 1 ? narrow(widen(rounded, To{}) * second, To{}) : rounded);
@@ -179,42 +162,30 @@ AMPFAST_INLINE void multiply(const BFloat16* from, BFloat16* to, float factor, f
   }
 }
 
-template <class T, class To, int kFactors>
+template <class T, int kFactors>
 struct Multiply {
   Opmath<T> factor, second;
   Peak<T> peak{};
 
   template <int kCount>
-  AMPFAST_INLINE void take(const T* from, To* to, int /*count*/ = 0) {
+  AMPFAST_INLINE void take(const T* from, T* to, int /*count*/ = 0) {
     peak.template take<kCount>(from);
     multiply<kFactors, kCount>(from, to, factor, second);
   }
 };
 
-template <class T, class To, int kFactors>
-int64_t times(const T* from, To* to, int64_t numel, Opmath<T> factor, Opmath<T> second,
-              bool streams) {
+template <class T, int kFactors>
+int64_t times(T* values, int64_t numel, Opmath<T> factor, Opmath<T> second) {
   constexpr Opmath<T> kNan = std::numeric_limits<Opmath<T>>::quiet_NaN();
-  Multiply<T, To, kFactors> row{factor == factor ? factor : kNan, second == second ? second : kNan};
-  for_each_row<kStep<T>>(from, to, numel, row, streams);
+  Multiply<T, kFactors> row{factor == factor ? factor : kNan, second == second ? second : kNan};
+  for_each_row<kStep<T>>(values, values, numel, row);
   return row.peak.bits();
 }
 
 template <class T>
 int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) {
-  T* values = static_cast<T*>(data);
-  const auto all = coefficient == 1 ? times<T, T, 1> : times<T, T, 2>;
-  return all(values, values, numel, inv_scale, static_cast<Opmath<T>>(coefficient), false);
-}
-
-template <class T>
-int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale, double coefficient,
-                  bool streams) {
-  const auto all = coefficient != 1 ? times<T, float, 2>
-                   : inv_scale != 1 ? times<T, float, 1>
-                                    : times<T, float, 0>;
-  return all(static_cast<const T*>(data), wide, numel, inv_scale, static_cast<float>(coefficient),
-             streams);
+  const auto all = coefficient == 1 ? times<T, 1> : times<T, 2>;
+  return all(static_cast<T*>(data), numel, inv_scale, static_cast<Opmath<T>>(coefficient));
 }
 
 // Sums of the squares of unscaled values, one for each place of a row: the same bits on every
@@ -337,26 +308,9 @@ double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) 
   return squares.template total<kRow>();
 }
 
-template <class T>
-struct Narrow {
-  template <int kCount>
-  AMPFAST_INLINE void take(const float* from, T* to, int /*count*/ = 0) {
-    for (int k = 0; k < kCount; k += kFloats) {
-      store(to + k, narrow(load<Floats>(from + k), T{}));
-    }
-  }
-};
-
-template <class T>
-void narrow_all(void* data, const float* wide, int64_t numel, bool streams) {
-  Narrow<T> narrow;
-  for_each_row<kStep<T>>(wide, static_cast<T*>(data), numel, narrow, streams);
-}
-
 inline constexpr Loops kLoops[] = {
-    {peak_bits<float>, unscale<float>, squares<float>, nullptr, nullptr},
-    {peak_bits<double>, unscale<double>, squares<double>, nullptr, nullptr},
-    {peak_bits<Half>, unscale<Half>, squares<Half>, widen_all<Half>, narrow_all<Half>},
-    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, widen_all<BFloat16>,
-     narrow_all<BFloat16>},
+    {peak_bits<float>, unscale<float>, squares<float>},
+    {peak_bits<double>, unscale<double>, squares<double>},
+    {peak_bits<Half>, unscale<Half>, squares<Half>},
+    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>},
 };

@@ -39,27 +39,16 @@ std::atomic<bool> forked{false};
 
 // torch takes tensors one after another. Where they share memory the order shows, and threads would
 // race.
-bool shares_memory(const DtypeList& list, bool of_pairs) {
+bool shares_memory(const DtypeList& list) {
   Reused<std::pair<const char*, const char*>> ranges;
   for (const Span& span : list.spans) {
-    const char* begin = of_pairs ? reinterpret_cast<const char*>(span.wide) : span.address;
-    const int64_t size = of_pairs ? sizeof(float) : list.element_size();
-    ranges.emplace_back(begin, begin + span.numel * size);
+    ranges.emplace_back(span.address, span.address + span.numel * list.element_size());
   }
   if (!std::is_sorted(ranges.begin(), ranges.end())) {
     std::sort(ranges.begin(), ranges.end());
   }
   const auto overlaps = [](const auto& a, const auto& b) { return a.second > b.first; };
   return std::adjacent_find(ranges.begin(), ranges.end(), overlaps) != ranges.end();
-}
-
-// The memory that a pass writes.
-enum class Writes { kNothing, kTensors, kPairs };
-
-// Whether pairs that are written leave the caches before anyone reads them.
-bool streams(const DtypeList& list) {
-  constexpr int64_t kElements = int64_t{16} << 20;  // 64 MiB of float32
-  return list.elements >= kElements;
 }
 
 Reused<Span>::const_iterator span_of(const DtypeList& list, int64_t chunk) {
@@ -76,29 +65,25 @@ int64_t writer_of(const DtypeList& list, int64_t chunk) {
   return (chunk - span.first_chunk) * kChunk / at::divup(span.numel, parts);
 }
 
-// Calls `body(address, numel, chunk, wide)` for every chunk, whose float32 values are `wide`, null
-// in a list without pairs, from several threads if that pays.
+// Calls `body(address, numel, chunk)` for every chunk, from several threads if that pays.
 template <class Body>
-void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
+void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
   const int64_t size = list.element_size();
   const auto take = [&](int64_t chunk, int64_t end) {
     auto span = span_of(list, chunk);
     for (; chunk < end; ++span) {
       if (list.spans.end() - span > kSpansAhead) {
         prefetch(span[kSpansAhead].address, 1);
-        prefetch(span[kSpansAhead].wide, list.is_paired ? 1 : 0);
       }
       int64_t offset = (chunk - span->first_chunk) * kChunk;
       for (; offset < span->numel && chunk < end; offset += kChunk) {
         const int64_t numel = std::min(kChunk, span->numel - offset);
-        float* wide = span->wide != nullptr ? span->wide + offset : nullptr;
-        body(span->address + offset * size, numel, chunk++, wide);
+        body(span->address + offset * size, numel, chunk++);
       }
     }
   };
   const int64_t shares = list.elements * size / grain;
-  if (shares < 2 || at::in_parallel_region() || forked ||
-      (writes != Writes::kNothing && shares_memory(list, writes == Writes::kPairs))) {
+  if (shares < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
     take(0, list.chunks);
     return;
   }
@@ -123,6 +108,14 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
   });
 }
 
+// A value of 16 bits as it is used.
+template <class Half>
+float used_half(int64_t bits, Factor how, float factor) {
+  const Half half(static_cast<uint16_t>(bits), Half::from_bits());
+  const float value = used_value(static_cast<float>(half), how, factor);
+  return how == Factor::kTimes ? static_cast<float>(Half(value)) : value;
+}
+
 // The magnitude `bits` as it is used: rounded to the dtype that is written, as fused optimizers see
 // it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) {
@@ -139,16 +132,8 @@ double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) 
   if (dtype == Dtype::kFloat32) {
     return used_value(bits_as<float>(static_cast<uint32_t>(bits)), how, factor);
   }
-  const Loops& loops = loops_for(dtype);
-  auto narrow = static_cast<uint16_t>(bits);
-  float value = 0;
-  loops.widen(&narrow, &value, 1, 1, 1, false);
-  value = used_value(value, how, factor);
-  if (how == Factor::kTimes && !list.is_paired) {
-    loops.narrow(&narrow, &value, 1, false);
-    loops.widen(&narrow, &value, 1, 1, 1, false);
-  }
-  return value;
+  return dtype == Dtype::kFloat16 ? used_half<at::Half>(bits, how, factor)
+                                  : used_half<at::BFloat16>(bits, how, factor);
 }
 
 // Rarely writes: most chunks do not raise it.
@@ -216,25 +201,20 @@ bool run(const GradList& grads, const Work& work) {
   const Factor how = work.write && !changes ? Factor::kNone : work.how;
   double sum_of_squares = 0, peak = 0;
   for (const DtypeList& list : grads.lists()) {
-    if (work.coefficient && !changes && !list.is_paired) {
+    if (work.coefficient && !changes) {
       continue;
     }
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    const Writes writes = work.write && list.is_paired ? Writes::kPairs
-                          : changes                    ? Writes::kTensors
-                                                       : Writes::kNothing;
     Reused<double> partials;
     partials.resize(squares ? list.chunks : 0);
     std::vector<int64_t> peaks(work.marks ? list.chunks : 0);
     std::atomic<int64_t> highest{0};
-    for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
+    for_each_chunk(list, changes, [&](char* address, int64_t numel, int64_t chunk) {
       int64_t bits = 0;
       if (squares) {
         partials[chunk] = by.of_squares * loops.squares(address, numel, by.of_values, &bits);
       }
-      if (writes == Writes::kPairs) {
-        bits = loops.widen(address, wide, numel, work.factor, coefficient, streams(list));
-      } else if (changes) {
+      if (changes) {
         bits = loops.unscale(address, numel, work.factor, coefficient);
       } else if (!squares) {
         bits = loops.peak_bits(address, numel);
@@ -261,17 +241,6 @@ bool run(const GradList& grads, const Work& work) {
     work.sums[1] = peak;
   }
   return !std::isfinite(peak);
-}
-
-void narrow(const GradList& pairs) {
-  for (const DtypeList& list : pairs.lists()) {
-    TORCH_CHECK(list.is_paired, "a tensor has no float32 values");
-    const Loops& loops = loops_for(dtype_of(list.dtype));
-    for_each_chunk(list, Writes::kTensors,
-                   [&](char* address, int64_t numel, int64_t /*chunk*/, const float* wide) {
-                     loops.narrow(address, wide, numel, streams(list));
-                   });
-  }
 }
 
 }  // namespace ampfast::cpu

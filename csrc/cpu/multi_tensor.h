@@ -15,7 +15,7 @@ struct Rows {
 
 // One pass over a list, whose factor is on the host; `how` is no reciprocal.
 struct Work {
-  bool write = false;  // multiplies in place, or writes the float32 values of pairs; else reads
+  bool write = false;  // multiplies in place; else reads
   Factor how = Factor::kNone;
   float factor = 1;
   // By which the rounded products are multiplied. This pass decides nothing, and reads nothing
@@ -30,9 +30,6 @@ struct Work {
 // Tells whether a value is not finite as it is used. The sum of squares is in float64, over chunks
 // in order: the same bits every run, however many threads there are.
 bool run(const GradList& grads, const Work& work);
-
-// Rounds the float32 values of pairs to their 16-bit tensors.
-void narrow(const GradList& pairs);
 
 // Sets the least work for a thread, in bytes, and returns what it was: a switch for tests.
 int64_t set_grain(int64_t bytes);

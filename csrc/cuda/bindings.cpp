@@ -35,8 +35,7 @@ Update update_on(at::Device device, PyObject* tuple, std::vector<const float*>& 
 
 // A launch over a segment.
 Launch launch_over(const DeviceTable& table, const Segment& segment) {
-  const int64_t words = segment.is_paired ? kPairWords : kChunkWords;
-  TORCH_CHECK(segment.word + segment.chunks * words <= table.words.numel() &&
+  TORCH_CHECK(segment.word + segment.chunks * kChunkWords <= table.words.numel() &&
                   segment.first + segment.chunks <= table.partials.numel(),
               "the segment is of another table");
   Launch work;
@@ -47,8 +46,6 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
   work.all_chunks = static_cast<int>(table.partials.numel());
   work.header = table.header.mutable_data_ptr<int64_t>();
   work.partials = table.partials.mutable_data_ptr<double>();
-  work.is_paired = segment.is_paired;
-  work.is_aligned = segment.is_aligned;
   return work;
 }
 
@@ -62,7 +59,7 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   Launch work = launch_over(table, segment);
   if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
     const auto* words = table.source.const_data_ptr<int64_t>() + segment.word;
-    std::copy_n(words, segment.chunks * (segment.is_paired ? kPairWords : kChunkWords), work.words);
+    std::copy_n(words, segment.chunks * kChunkWords, work.words);
     work.table = nullptr;
   }
   work.how = pass.how;
@@ -104,13 +101,6 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   return nullptr;
 }
 
-void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
-  Launch work = launch_over(table, segment);
-  TORCH_CHECK(segment.is_paired, "a tensor has no float32 values");
-  work.found_inf = data_of<float>(tensor_of(found_inf.ptr()), "found_inf", table.header.device());
-  launch(kNarrow, work, place_on(table.header.device()));
-}
-
 // cuda_update_scale(update)
 PyObject* launch_update_scale(PyObject* const* args) {
   std::vector<const float*> found_infs;
@@ -140,7 +130,6 @@ void bind(py::module_& m) {
   });
   m.def("cuda_limit_programs", &limit_programs);
   add_call<launch_multi_tensor, 4>(m, "cuda_multi_tensor");
-  m.def("cuda_narrow", &launch_narrow);
   m.def("cuda_clip_coefficient", &launch_clip_coefficient);
   add_call<launch_update_scale, 1>(m, "cuda_update_scale");
 }

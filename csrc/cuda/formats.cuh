@@ -62,15 +62,15 @@ struct BFloat16 : Pair16 {
   }
 };
 
-// The largest magnitude as it is used: with kRounds rounded to its dtype where that is written, as
-// fused optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
-template <class Format, bool kRounds = true>
+// The largest magnitude as it is used: rounded to its dtype where that is written, as fused
+// optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
+template <class Format>
 AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Factor how,
                                                   typename Format::Opmath factor) {
   typename Format::Opmath values[Format::kPerWord] = {};
   Format::widen(static_cast<typename Format::Word>(peak), values);
   values[0] = used_value(values[0], how, static_cast<float>(factor));
-  if (kRounds && how != Factor::kNone && how != Factor::kDivide) {
+  if (how != Factor::kNone && how != Factor::kDivide) {
     Format::widen(Format::narrow(values), values);
   }
   // An infinite factor makes zeros NaN and others infinite; which of them a thread saw must not

@@ -16,9 +16,9 @@ constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int kStride = kThreads * kVectorBytes;
 
 // Gives `visit` the chunks of this program, from the words of a table: their number, first byte,
-// length in bytes, parameter, and the float32 values of pairs, else null. `begin`, called while the
-// first words are loaded, says whether to go on.
-template <bool kPairs, class WordAt, class Visit, class Begin>
+// length in bytes, and parameter. `begin`, called while the first words are loaded, says whether to
+// go on.
+template <class WordAt, class Visit, class Begin>
 __device__ void for_chunks(const WordAt& word_at, int count, const Visit& visit,
                            const Begin& begin) {
   // In turn, so that all programs read one part of the list at a time.
@@ -26,21 +26,19 @@ __device__ void for_chunks(const WordAt& word_at, int count, const Visit& visit,
   const int step = static_cast<int>(gridDim.x);
   // Each thread loads one word. Were all to load the same, the compiler would want it in a register
   // for all, and wait for it.
-  constexpr int kWords = kPairs ? kPairWords : kChunkWords;
-  const int word = static_cast<int>(threadIdx.x % kWarp % kWords);
-  int64_t field = word_at(int64_t{chunk} * kWords, word);
+  const int word = static_cast<int>(threadIdx.x % kChunkWords);
+  int64_t field = word_at(int64_t{chunk} * kChunkWords, word);
   if (!begin()) {
     return;
   }
   while (chunk < count) {
     const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
     const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);
-    const int64_t wide = kPairs ? __shfl_sync(kAllLanes, field, kWide) : 0;
     // Needed when this chunk is done, and by then it is there.
     const int next = chunk + step < count ? chunk + step : chunk;
-    field = word_at(int64_t{next} * kWords, word);
+    field = word_at(int64_t{next} * kChunkWords, word);
     visit(chunk, reinterpret_cast<char*>(address), static_cast<int>(extent),
-          extent >> kParameterShift, reinterpret_cast<float*>(wide));
+          extent >> kParameterShift);
     chunk += step;
   }
 }
@@ -51,26 +49,6 @@ __device__ inline uint4 load_vector(const char* place) {
 
 __device__ inline void store_vector(char* place, uint4 value) {
   *reinterpret_cast<uint4*>(place) = value;
-}
-
-// Float32 values of a vector's elements, which are aligned for vectors or not.
-template <class T, int kCount>
-__device__ void store_floats(float* place, const T (&values)[kCount], bool is_aligned) {
-  __builtin_assume(__isGlobal(place));
-  if (is_aligned) {
-    constexpr int kEach = kVectorBytes / sizeof(float);
-#pragma unroll
-    for (int i = 0; i < kCount; i += kEach) {
-      uint4 vector;
-      std::memcpy(&vector, values + i, kVectorBytes);
-      store_vector(reinterpret_cast<char*>(place + i), vector);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    place[i] = static_cast<float>(values[i]);
-  }
 }
 
 // This thread's vectors of a window, of whose bytes `left` are in it: the others are 0.
@@ -140,14 +118,12 @@ __device__ void take_chunk(Taker& taker, char* address, int bytes) {
   }
 }
 
-// Peak and squares of one thread. With kWrite the products are stored: in their place, or
-// with kPairs as float32.
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
+// Peak and squares of one thread. With kWrite the products are stored in their place.
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
 struct Gatherer {
   using Opmath = typename Format::Opmath;
   using Word = typename Format::Word;
   static constexpr int kWords = kVectorBytes / sizeof(Word);
-  static constexpr int kElements = kWords * Format::kPerWord;
 
   Opmath factor;
   Opmath coefficient;
@@ -156,24 +132,16 @@ struct Gatherer {
   // By vectors and then by windows, since the error of a sum grows with the number of its terms.
   Opmath vector_squares = 0;
   Opmath window_squares = 0;
-  // Of pairs: where a chunk begins, its float32 values, and whether these are aligned for vectors.
-  const char* chunk = nullptr;
-  float* wide = nullptr;
-  bool is_aligned = false;
 
   __device__ void vector(uint4 vector, char* place) {
     Word words[kWords];
-    Opmath values[kElements];
     std::memcpy(words, &vector, kVectorBytes);
 #pragma unroll
     for (int k = 0; k < kWords; ++k) {
-      take<Format::kPerWord>(words[k], values + k * Format::kPerWord);
+      take<Format::kPerWord>(words[k]);
     }
     end_vector();
-    if (kWrite && kPairs) {
-      store_floats(wide + (place - chunk) / static_cast<int>(sizeof(typename Format::Element)),
-                   values, is_aligned);
-    } else if (kWrite) {
+    if (kWrite) {
       std::memcpy(&vector, words, kVectorBytes);
       store_vector(place, vector);
     }
@@ -181,14 +149,9 @@ struct Gatherer {
 
   __device__ void edge(Word word, char* place) {
     using Element = typename Format::Element;
-    Opmath values[Format::kPerWord];
-    take<1>(word, values);
+    take<1>(word);
     end_vector();
-    if (kWrite && kPairs) {
-      float* target = wide + (place - chunk) / static_cast<int>(sizeof(Element));
-      __builtin_assume(__isGlobal(target));
-      *target = static_cast<float>(values[0]);
-    } else if (kWrite) {
+    if (kWrite) {
       *reinterpret_cast<Element*>(place) = static_cast<Element>(word);
     }
   }
@@ -200,9 +163,10 @@ struct Gatherer {
 
  private:
   // Takes the first `kCount` elements of a word: others are 0, which an infinite factor would turn
-  // into NaN. Of pairs the products are in `values` then, else rounded in the word.
+  // into NaN. Rounded products are in the word then.
   template <int kCount>
-  __device__ void take(Word& word, Opmath* values) {
+  __device__ void take(Word& word) {
+    Opmath values[Format::kPerWord];
     peak = larger(peak, Format::peak(word));
     Format::widen(word, values);
 #pragma unroll
@@ -213,18 +177,14 @@ struct Gatherer {
       }
     }
     if (kCoefficient) {
-      if (!kPairs) {
-        // Rounded twice, as by an unscaling and then a multiplication.
-        Format::widen(Format::narrow(values), values);
-      }
+      // Rounded twice, as by an unscaling and then a multiplication.
+      Format::widen(Format::narrow(values), values);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         values[i] = values[i] * coefficient;
       }
     }
-    if (!kPairs) {
-      word = Format::narrow(values);
-    }
+    word = Format::narrow(values);
   }
 
   __device__ void end_vector() {
@@ -232,54 +192,5 @@ struct Gatherer {
     vector_squares = 0;
   }
 };
-
-// Rounds float32 values to a chunk of 16-bit elements.
-template <class Format>
-__device__ void narrow_chunk(char* address, int bytes, const float* wide, bool is_aligned) {
-  using Word = typename Format::Word;
-  using Element = typename Format::Element;
-  constexpr int kSize = sizeof(Element);
-  constexpr int kElements = kVectorBytes / kSize;
-  constexpr int kEach = kVectorBytes / static_cast<int>(sizeof(float));
-  __builtin_assume(__isGlobal(address));
-  __builtin_assume(__isGlobal(wide));
-  const Parts<Format> parts(address, bytes);
-  float edge_values[Format::kPerWord] = {};
-  if (parts.has_edge) {
-    const float* source = wide + parts.edge / kSize;
-    __builtin_assume(__isGlobal(source));
-    edge_values[0] = *source;
-  }
-  for (int place = static_cast<int>(threadIdx.x) * kVectorBytes; place < parts.whole;
-       place += kStride) {
-    const float* source = wide + (parts.head + place) / kSize;
-    __builtin_assume(__isGlobal(source));
-    float values[kElements];
-    if (is_aligned) {
-#pragma unroll
-      for (int i = 0; i < kElements; i += kEach) {
-        const uint4 vector = load_vector(reinterpret_cast<const char*>(source + i));
-        std::memcpy(values + i, &vector, kVectorBytes);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        values[i] = source[i];
-      }
-    }
-    Word words[kVectorBytes / sizeof(Word)];
-#pragma unroll
-    for (int k = 0; k < kElements / Format::kPerWord; ++k) {
-      words[k] = Format::narrow(values + k * Format::kPerWord);
-    }
-    uint4 vector;
-    std::memcpy(&vector, words, kVectorBytes);
-    store_vector(address + parts.head + place, vector);
-  }
-  if (parts.has_edge) {
-    *reinterpret_cast<Element*>(address + parts.edge) =
-        static_cast<Element>(Format::narrow(edge_values));
-  }
-}
 
 }  // namespace ampfast::cuda

@@ -14,14 +14,11 @@ namespace ampfast::cuda {
 
 namespace {
 
-// In the order of Kind; and in that of Dtype, then the pairs' of 16 bits.
-constexpr const char* kKindNames[kKinds] = {"check", "check_norm", "unscale", "unscale_norm",
-                                            "clip",  "clip_by",    "narrow"};
-constexpr const char* kTableNames[] = {"float32",  "float64",       "float16",
-                                       "bfloat16", "float16_pairs", "bfloat16_pairs"};
+// In the order of Kind, and in that of Dtype.
+constexpr const char* kKindNames[kKinds] = {"check",        "check_norm", "unscale",
+                                            "unscale_norm", "clip",       "clip_by"};
+constexpr const char* kTableNames[] = {"float32", "float64", "float16", "bfloat16"};
 constexpr int kTables = std::size(kTableNames);
-constexpr int kPairs = 4;
-constexpr int kFirstPairs = kPairs - static_cast<int>(Dtype::kFloat16);
 
 struct Kernel {
   void* context = nullptr;  // the primary one of its device, which torch uses
@@ -113,12 +110,9 @@ void load_kernels(int device, const char* image) {
   };
   Kernels kernels;
   for (int table = 0; table < kTables; ++table) {
-    const bool is_paired = table >= kPairs;
     for (int kind = 0; kind < kKinds; ++kind) {
-      if (kind != (is_paired ? kClipBy : kNarrow)) {
-        const std::string name = std::string(kKindNames[kind]) + "_" + kTableNames[table];
-        kernels.over_tables[table][kind] = get("ampfast_" + name, sizeof(Launch), kThreads);
-      }
+      const std::string name = std::string(kKindNames[kind]) + "_" + kTableNames[table];
+      kernels.over_tables[table][kind] = get("ampfast_" + name, sizeof(Launch), kThreads);
     }
   }
   kernels.update_scale = get("ampfast_update_scale", sizeof(UpdateAlone), 1);
@@ -127,7 +121,7 @@ void load_kernels(int device, const char* image) {
 }
 
 void launch(Kind kind, const Launch& launch, const Place& place) {
-  const int table = static_cast<int>(launch.dtype) + (launch.is_paired ? kFirstPairs : 0);
+  const int table = static_cast<int>(launch.dtype);
   const Kernel& kernel = kernels_on(place.device).over_tables[table][kind];
   const int64_t most = most_programs > 0 ? most_programs : kernel.resident;
   queue(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch, place);

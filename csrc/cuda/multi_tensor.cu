@@ -71,13 +71,12 @@ __device__ void finish(const Launch& launch, bool found) {
   header[kFinished] = 0;
 }
 
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips, bool kPairs>
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips>
 __device__ void pass(const Launch& launch) {
   __shared__ bool is_last;
   using Opmath = typename Format::Opmath;
   int64_t* header = launch.header;
-  Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{1, 1};
-  gatherer.is_aligned = launch.is_aligned;
+  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{1, 1};
   // Read again where it is needed: registers are few.
   const auto factor_of_use = [&] {
     return kNorm && launch.how == Factor::kDivide ? static_cast<Opmath>(*launch.factor)
@@ -95,11 +94,9 @@ __device__ void pass(const Launch& launch) {
     const bool inverts = kNorm || launch.how == Factor::kTimesReciprocal;
     gatherer.factor = inverts ? multiplier_of(launch.how, factor).of_values : factor;
     // Where nothing changes, nothing is read.
-    return !kCoefficient || kPairs || gatherer.factor != 1 || gatherer.coefficient != 1;
+    return !kCoefficient || gatherer.factor != 1 || gatherer.coefficient != 1;
   };
-  const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter, float* wide) {
-    gatherer.chunk = address;
-    gatherer.wide = wide;
+  const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter) {
     take_chunk<Format>(gatherer, address, bytes);
     if (kNorm) {
       const double squares = reduced(gatherer.squares, sum);
@@ -116,7 +113,7 @@ __device__ void pass(const Launch& launch) {
     if (kNorm && threadIdx.x == 0) {
       add_float64(row + kSquares, launch.partials[launch.first + chunk]);
     }
-    const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.how, factor_of_use());
+    const auto used = used_peak<Format>(gatherer.peak, launch.how, factor_of_use());
     if (!std::isfinite(used)) {
       mark(row, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged alone; a peak that passes may stay.
@@ -130,12 +127,12 @@ __device__ void pass(const Launch& launch) {
   const auto word_at = [&](int64_t first, int word) {
     return launch.table == nullptr ? (launch.words + word)[first] : (launch.table + word)[first];
   };
-  for_chunks<kPairs>(word_at, launch.chunks, visit, begin);
+  for_chunks(word_at, launch.chunks, visit, begin);
 
   bool found = false;
   const auto peak = reduced(gatherer.peak, larger);
   if (threadIdx.x == 0) {
-    const auto used = used_peak<Format, !kPairs>(peak, launch.how, factor_of_use());
+    const auto used = used_peak<Format>(peak, launch.how, factor_of_use());
     if (kNorm) {
       raise(header + kPeak, magnitude(static_cast<double>(used)));
     }
@@ -157,17 +154,6 @@ __device__ void pass(const Launch& launch) {
   }
 }
 
-template <class Format>
-__device__ void narrow(const Launch& launch) {
-  const auto begin = [&] { return launch.found_inf == nullptr || *launch.found_inf == 0; };
-  const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t /*parameter*/,
-                         const float* wide) {
-    narrow_chunk<Format>(address, bytes, wide, launch.is_aligned);
-  };
-  const auto word_at = [&](int64_t first, int word) { return (launch.table + word)[first]; };
-  for_chunks<true>(word_at, launch.chunks, visit, begin);
-}
-
 }  // namespace
 
 #define AMPFAST_KERNEL(NAME, ...)                                             \
@@ -176,28 +162,19 @@ __device__ void narrow(const Launch& launch) {
     __VA_ARGS__(launch);                                                      \
   }
 
-// The kernels over a table of one dtype, or of its pairs.
-#define AMPFAST_PASSES(TABLE, FORMAT, PAIRS)                                          \
-  AMPFAST_KERNEL(check_##TABLE, pass<FORMAT, false, false, false, false, PAIRS>)      \
-  AMPFAST_KERNEL(check_norm_##TABLE, pass<FORMAT, false, true, false, false, PAIRS>)  \
-  AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false, false, PAIRS>)     \
-  AMPFAST_KERNEL(unscale_norm_##TABLE, pass<FORMAT, true, true, false, false, PAIRS>) \
-  AMPFAST_KERNEL(clip_##TABLE, pass<FORMAT, true, false, true, false, PAIRS>)
-
-#define AMPFAST_KERNELS(TABLE, FORMAT) \
-  AMPFAST_PASSES(TABLE, FORMAT, false) \
-  AMPFAST_KERNEL(clip_by_##TABLE, pass<FORMAT, true, false, true, true, false>)
-
-#define AMPFAST_KERNELS_OF_PAIRS(TABLE, FORMAT) \
-  AMPFAST_PASSES(TABLE, FORMAT, true)           \
-  AMPFAST_KERNEL(narrow_##TABLE, narrow<FORMAT>)
+// The kernels over a table of one dtype.
+#define AMPFAST_KERNELS(TABLE, FORMAT)                                         \
+  AMPFAST_KERNEL(check_##TABLE, pass<FORMAT, false, false, false, false>)      \
+  AMPFAST_KERNEL(check_norm_##TABLE, pass<FORMAT, false, true, false, false>)  \
+  AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false, false>)     \
+  AMPFAST_KERNEL(unscale_norm_##TABLE, pass<FORMAT, true, true, false, false>) \
+  AMPFAST_KERNEL(clip_##TABLE, pass<FORMAT, true, false, true, false>)         \
+  AMPFAST_KERNEL(clip_by_##TABLE, pass<FORMAT, true, false, true, true>)
 
 AMPFAST_KERNELS(float32, Float32)
 AMPFAST_KERNELS(float64, Float64)
 AMPFAST_KERNELS(float16, Float16)
 AMPFAST_KERNELS(bfloat16, BFloat16)
-AMPFAST_KERNELS_OF_PAIRS(float16_pairs, Float16)
-AMPFAST_KERNELS_OF_PAIRS(bfloat16_pairs, BFloat16)
 
 extern "C" __global__ void ampfast_update_scale(const UpdateAlone alone) {
   float found_inf = 0;

@@ -12,15 +12,14 @@ namespace ampfast::cuda {
 // Of a program of the kernels over a table.
 constexpr int kThreads = 128;
 
-// Kernels over a table. The first six are passes.
+// Passes over a table.
 enum Kind {
   kCheck,
   kCheckNorm,
   kUnscale,
   kUnscaleNorm,
   kClip,    // unscales and multiplies by the coefficient
-  kClipBy,  // by that of a clipping, which it computes from sums; not of pairs
-  kNarrow,  // rounds the float32 values of pairs to 16 bits, unless their flag is set
+  kClipBy,  // by that of a clipping, which it computes from sums
   kKinds,
 };
 
@@ -33,11 +32,9 @@ struct Launch {
   int first = 0;       // of these chunks among all segments'
   int all_chunks = 0;  // of all segments
   int64_t* header = nullptr;
-  double* partials = nullptr;     // the sum of squares of each chunk of all segments
-  bool is_paired = false;         // with float32 values, which are written instead of 16-bit ones
-  bool is_aligned = false;        // the values of each chunk's first whole vector are
-  Factor how = Factor::kNone;     // of a division neither products nor squares are defined
-  const float* factor = nullptr;  // null with kNone alone
+  double* partials = nullptr;           // the sum of squares of each chunk of all segments
+  Factor how = Factor::kNone;           // of a division neither products nor squares are defined
+  const float* factor = nullptr;        // null with kNone alone
   const double* coefficient = nullptr;  // for kClip
   Clip clip;                            // for kClipBy, which writes its norm
   // The sum of squares and the largest magnitude of the used values of all segments, for kinds with
@@ -49,10 +46,10 @@ struct Launch {
 
   // Only with the last segment passes heed what follows.
   bool is_last = false;
-  float* found_inf = nullptr;  // null for kNarrow alone
-  bool accumulate = false;     // leaves a flag that is set already, else 0 or 1 is written
-  float* divisor = nullptr;    // gets the factor as it is before the update; null: none
-  Update update;               // without a scale: none
+  float* found_inf = nullptr;
+  bool accumulate = false;   // leaves a flag that is set already, else 0 or 1 is written
+  float* divisor = nullptr;  // gets the factor as it is before the update; null: none
+  Update update;             // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
   int64_t words[kWordsOfLaunch];

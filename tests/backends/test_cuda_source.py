@@ -36,9 +36,7 @@ PASSES = {
     "clip_by": (None, True),
 }
 KERNELS = {
-    f"ampfast_{name}_{table}": writes
-    for name, (_, writes) in PASSES.items()
-    for table in (*TABLES, *(f"{half}_pairs" for half in TABLES[2:] if name != "clip_by"))
+    f"ampfast_{name}_{table}": writes for name, (_, writes) in PASSES.items() for table in TABLES
 }
 
 

@@ -37,28 +37,17 @@ def kernels() -> list[Callable[[], object]]:
     from ampfast.backends.triton import launch
 
     device = gpu()
-    one = torch.ones((), device=device)
 
     def prepare(variant: known.Variant) -> None:
-        table = known.table_of(variant.dtype, variant.paired, device)
+        table = known.table_of(variant.dtype, device)
         work, segment = known.work_of(variant, device), table.segments[0]
         launch.prepare(work, table, segment, variant.is_last)
 
-    def narrow(dtype: torch.dtype, flag: torch.Tensor | None) -> None:
-        table = known.table_of(dtype, True, device)
-        launch.narrow(table, table.segments[0], flag)
-
-    halves = (torch.float16, torch.bfloat16)
     updating = known.replace(known.updating(torch.float32), other=True)
     scales = known.work_of(updating, device).ending.update
     calls: list[Callable[[], object]] = [partial(launch.update_scale, scales)]
     for dtype in FLOATS:
         calls += [partial(prepare, variant) for variant in known.variants(dtype)]
-    for dtype, given in itertools.product(halves, (False, True)):
-        calls.append(partial(narrow, dtype, one if given else None))
-        pairs = {"coefficient": given, "paired": True}
-        variant = known.Variant(dtype, True, known.Factor.TIMES_RECIPROCAL, **pairs)
-        calls.append(partial(prepare, variant))
     norms = (torch.float32, torch.float64)
     for norm, largest, divisor, sigmas in itertools.product(norms, *(3 * [(False, True)])):
         clip = known.clip_of(norm, largest, divisor, sigmas, device)

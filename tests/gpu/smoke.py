@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 import torch  # noqa: E402
 from batches import KINDS, check_epilogues, random_batch, run_batch  # noqa: E402
 from gpu_support import REHEARSES, gpu, kernels_of, unavailable_reason  # noqa: E402
-from support.kernels import flag, grads_of, run_unscale, wide  # noqa: E402
 from support.models import check_random_lists, check_times  # noqa: E402
 
 # Time for random lists, behind what the first of them compiles.
@@ -25,27 +23,11 @@ SECONDS = 5.0
 LISTS, FEW_LISTS = 40, 4
 
 
-def run_pairs(kernels: Any, device: torch.device) -> None:
-    """16-bit gradients widened to float32, divided, multiplied and rounded back."""
-    for dtype, shift in itertools.product((torch.float16, torch.bfloat16), (0, 1)):
-        halves = [
-            torch.full((n + shift,), 8.0, dtype=dtype, device=device)[shift:] for n in (5, 9_000)
-        ]
-        floats = [torch.zeros(half.numel() + shift, device=device)[shift:] for half in halves]
-        pairs, scale = grads_of(halves, floats), flag(4.0, device)
-        for coefficient in (None, wide(1.0, device)):
-            run_unscale(kernels, pairs, scale, is_scale=True, coefficient=coefficient)
-        kernels.narrow(pairs, flag(0.0, device))
-        same = [bool((each == 2).all()) for each in (*floats, *halves)]
-        assert all(same), f"pairs of {dtype}, shifted by {shift}: {same}"
-
-
 def run_modes(kernels: Any, device: torch.device) -> None:
-    """Norms and marks of every pass, updates behind checks, and pairs."""
+    """Norms and marks of every pass, and updates behind checks."""
     check_random_lists(kernels, device, range(8))
     check_times(kernels, device, 9_000)
     check_epilogues(kernels, device, 9_000, 60, 20)
-    run_pairs(kernels, device)
 
 
 def main(backend: str, seconds: float) -> int:

@@ -12,7 +12,6 @@ import torch
 from support.comparison import TorchScaler, started
 from support.gradients import parameter_with
 
-import ampfast
 from ampfast import GradScaler
 
 
@@ -160,17 +159,3 @@ def test_a_clip_is_torchs(kind: str, in_place: bool, limit: float, order: float)
     scaler.step(optimizer)
     assert not scaler.step_skipped(optimizer)
     assert params[0].ne(0).any()
-
-
-def test_master_weights_of_a_parameter_that_is_listed_twice() -> None:
-    """16-bit gradients are unscaled once; the float32 gradient counts and is clipped twice."""
-    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    optimizer.param_groups[0]["params"].append(param)
-    ampfast.master_weights_(optimizer)
-    param.grad, scaler = torch.tensor([24.0, 32.0], dtype=torch.bfloat16), started()
-    with pytest.warns(UserWarning, match="share memory"):
-        norms = [scaler.grad_norm(optimizer), scaler.clip_grad_norm_(optimizer, 1.0)]
-    torch.testing.assert_close(torch.stack(norms), torch.full((2,), 50**0.5))
-    grad = torch.tensor([3.0, 4.0]) / (50**0.5 + 1e-6) ** 2
-    torch.testing.assert_close(param.grad.float(), grad)

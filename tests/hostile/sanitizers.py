@@ -15,10 +15,10 @@ COPIED = ("ampfast", "csrc", "tests", "examples", "setup.py", "pyproject.toml", 
 # Tests of the extension: on CPU tensors, and of the host side of device kernels.
 TESTS = (
     *("backends/test_choice", "backends/test_cpu", "backends/test_device_costs"),
-    *("backends/test_device_hosts", "backends/test_threads", "backends/test_widen_narrow"),
+    *("backends/test_device_hosts", "backends/test_threads"),
     *("clip/test_clip_deferred", "clip/test_global_norm", "clip/test_norm_history"),
     *("diagnose/test_overflow_report", "gradients/test_memory", "gradients/test_walk"),
-    *("optim/test_master_weights", "optim/test_master_weights_costs", "scaler/test_bad_input"),
+    *("optim/test_master_weights", "scaler/test_bad_input"),
     *("scaler/test_contract", "scaler/test_differences", "scaler/test_differential"),
     *("scaler/test_found_inf", "scaler/test_loss_scale", "scaler/test_overrides"),
     *("scaler/test_state", "scaler/test_step_and_update", "scaler/test_step_guard"),

@@ -100,10 +100,6 @@ class EmulatedLauncher:
         """Whether a table is among the arguments of a launch."""
         return self._module.__name__.endswith("cuda") and table.words.numel() <= WORDS_OF_LAUNCH
 
-    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
-        with self._restricted([*_table(table, segment, False, True), *_read(found_inf)]):
-            self._module.narrow(table, segment, found_inf)
-
     def update_scale(self, update: Update) -> None:
         with self._restricted(_of_update(update)):
             self._module.update_scale(update)
@@ -134,12 +130,7 @@ def _of_update(update: Update) -> Iterator[Range]:
 
 
 def _table(
-    table: DeviceTable,
-    segment: Segment,
-    write: bool,
-    narrows: bool = False,
-    *,
-    in_memory: bool = True,
+    table: DeviceTable, segment: Segment, write: bool, *, in_memory: bool
 ) -> Iterator[Range]:
     """Memory of a table: header and partial sums are writable, the rest is read-only.
 
@@ -150,14 +141,7 @@ def _table(
         yield from _read(table.words)
     words = (ctypes.c_int64 * table.words.numel()).from_address(table.words.data_ptr())
     for chunk in spans_of(words, segment):
-        if chunk.wide is None:
-            yield Range(chunk.address, chunk.size, write)
-        else:
-            # Those that are not written are read.
-            numel = chunk.size // segment.dtype.itemsize
-            yield Range(chunk.address, chunk.size, narrows)
-            if write or narrows:
-                yield Range(chunk.wide, 4 * numel, not narrows)
+        yield Range(chunk.address, chunk.size, write)
 
 
 __all__ = ["ARCHITECTURES", "install", "install_idle", "install_on_host"]

@@ -11,7 +11,6 @@ import torch
 from ampfast import _C, functional
 from ampfast.backends import core, cpu
 from ampfast.backends.core import Clip, Factor, GradList, Pass, Track
-from ampfast.optim import master_weights
 from support.comparison import BITS, FLOATS, assert_same
 
 CPU_KERNELS = cpu
@@ -19,12 +18,10 @@ CPU_KERNELS = cpu
 CAPABILITIES = _C.cpu_capabilities()
 
 
-def grads_of(
-    tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor | None] | None = None
-) -> GradList:
+def grads_of(tensors: Sequence[torch.Tensor]) -> GradList:
     """The list that kernels take."""
     device = tensors[0].device if tensors else torch.device("cpu")
-    grads = core.list_of(list(tensors), device, None, floats)
+    grads = core.list_of(list(tensors), device)
     assert grads is not None, "a tensor is irregular"
     return grads
 
@@ -65,15 +62,6 @@ def run_clip(kernels: Any, *arguments: Any) -> None:
 def run_clipped(kernels: Any, grads: GradList, *arguments: Any) -> None:
     """Clips gradients in the pass that multiplies them."""
     kernels.run(grads, _pass(True, Factor.NONE, None, clip=Clip(*arguments)))
-
-
-def narrow_(
-    params: Sequence[torch.Tensor],
-    floats: Sequence[torch.Tensor],
-    found_inf: torch.Tensor | None = None,
-) -> None:
-    """Rounds float32 values into parameters of 16 bits, by whichever backend the settings name."""
-    master_weights.narrow_on_devices([*params], [*floats], found_inf)
 
 
 def _how(is_scale: bool) -> Factor:

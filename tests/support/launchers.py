@@ -60,7 +60,7 @@ class ReferenceLauncher:
             cpu.clip(work.clip._replace(coefficient=coefficient))
             work = work._replace(coefficient=coefficient)
         chunks = spans_of(table.words.tolist(), segment)
-        if work.coefficient is not None and not segment.is_paired:
+        if work.coefficient is not None:
             chunks = chunks if factor * work.coefficient != 1 else []
         for chunk in chunks:
             number, gradient = chunk.parameter, chunk.values(segment.dtype)
@@ -70,8 +70,7 @@ class ReferenceLauncher:
                 exact = used = wide / factor.to(wide.dtype)
             else:
                 exact = used = wide * factor.to(wide.dtype)
-                if not segment.is_paired:
-                    used = used.to(gradient.dtype)
+                used = used.to(gradient.dtype)
             if work.sums is not None:
                 squares = exact.double().square().sum()
                 self._squares += squares.item()
@@ -84,9 +83,8 @@ class ReferenceLauncher:
                 written = used
                 if work.coefficient is not None:
                     written = used.to(wide.dtype) * work.coefficient.to(wide.dtype)
-                target = chunk.floats(segment.dtype) if segment.is_paired else gradient
-                target.copy_(written)
-                self.written += target.nbytes
+                gradient.copy_(written)
+                self.written += gradient.nbytes
             peak = used.double().abs().max()
             used_peak = torch.maximum(used_peak, peak)  # a NaN wins
         bits = used_peak.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
@@ -106,15 +104,6 @@ class ReferenceLauncher:
             self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))
         header.zero_()
 
-    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
-        self.launches.append("narrow")
-        if found_inf is None or not found_inf:
-            for chunk in spans_of(table.words.tolist(), segment):
-                values = chunk.values(segment.dtype)
-                values.copy_(chunk.floats(segment.dtype))
-                self.read += 4 * values.numel()
-                self.written += values.nbytes
-
     def update_scale(self, update: Update) -> None:
         self.launches.append("update")
         assert 1 <= len(update.found_infs) <= 4
@@ -131,39 +120,30 @@ class ReferenceLauncher:
 
 @dataclass
 class Chunk:
-    """Chunk of a table: its memory, its parameter, and the float32 values of a pair.
+    """Chunk of a table: its memory and its parameter.
 
     Attributes:
         address: Where it begins.
         size: Its bytes.
         parameter: Number of its parameter.
-        wide: Where its float32 values begin; None if it is not of a pair.
     """
 
     address: int
     size: int
     parameter: int
-    wide: int | None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        return _at(self.address, self.size, dtype)
-
-    def floats(self, dtype: torch.dtype) -> Tensor:
-        return _at(self.wide, self.size // dtype.itemsize * 4, torch.float32)
-
-
-def _at(address: int, size: int, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
+        memory = (ctypes.c_char * self.size).from_address(self.address)
+        return torch.frombuffer(memory, dtype=dtype)
 
 
 def spans_of(words: Sequence[int], segment: Segment) -> list[Chunk]:
     """Chunks of a segment."""
-    count = 3 if segment.is_paired else 2
     found = []
     for number in range(segment.chunks):
-        first = segment.word + count * number
-        address, extent, *wide = words[first : first + count]
-        found.append(Chunk(address, extent % 2**32, extent >> 32, wide[0] if wide else None))
+        first = segment.word + 2 * number
+        address, extent = words[first : first + 2]
+        found.append(Chunk(address, extent % 2**32, extent >> 32))
     return found
 
 

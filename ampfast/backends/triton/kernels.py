@@ -32,15 +32,13 @@ _SOFT = tl.constexpr(triton.knobs.runtime.interpret)
 
 _FACTOR = _constants(**core.Factor.__members__)
 
-# PAIRED of pairs whose float32 values are aligned where the 16-bit ones are.
-ALIGNED_PAIRS = tl.constexpr(2)
-
 _SPIKE = tl.constexpr(core.SPIKE)
 _SPIKE_BOUND = tl.constexpr(core.SPIKE_BOUND)
 _CLIP_EPSILON = tl.constexpr(core.CLIP_EPSILON)
 _LEAST_DEVIATION = tl.constexpr(core.LEAST_DEVIATION)
 
 _WINDOW_BYTES = tl.constexpr(core.WINDOW_BYTES)
+_VECTOR_BYTES = tl.constexpr(16)
 
 # Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
@@ -48,7 +46,7 @@ _INFINITY = tl.constexpr(0x7FF0000000000000)
 # Words of a header and of a chunk, as in csrc/table_layout.h.
 _HEADER = _enumerated("FINISHED PEAK")
 _NOT_FINITE = tl.constexpr(1 << 32)
-_CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETER_SHIFT=32)
+_CHUNK = _constants(ADDRESS=0, EXTENT=1, WORDS=2, PARAMETER_SHIFT=32)
 # Words of a parameter's marks, as in csrc/track.h.
 _MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN SQUARES WORDS")
 # Words of a scaler's state and of the norms of the steps taken, as in csrc/scale.h.
@@ -137,17 +135,8 @@ def _load_coefficient(coefficient_ptr, norm_ptr, max_norm, largest):
 
 
 @triton.jit
-def _used_magnitude(
-    peak,
-    factor,
-    FACTOR: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROUNDS: tl.constexpr = True,
-):
-    """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it.
-
-    With ROUNDS products are rounded to DTYPE.
-    """
+def _used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it."""
     bits = peak.to(tl.int16) if DTYPE.primitive_bitwidth == 16 else peak
     value = _widen(bits.to(DTYPE, bitcast=True))
     if FACTOR == _FACTOR.DIVIDE:
@@ -156,9 +145,7 @@ def _used_magnitude(
         else:
             value = tl.div_rn(value, factor)
     elif FACTOR != _FACTOR.NONE:
-        value = value * factor.to(value.dtype)
-        if ROUNDS:
-            value = _widen(_narrow(value, DTYPE))
+        value = _widen(_narrow(value * factor.to(value.dtype), DTYPE))
     if FACTOR != _FACTOR.NONE:
         # An infinite factor makes zeros NaN and others infinite; which of them a thread saw must
         # not decide.
@@ -173,67 +160,48 @@ def _larger_or_nan(a, b):
 
 
 @triton.jit
-def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
-    """Address, extent and, of pairs, address of the float32 values."""
-    chunk_ptr = chunks_ptr + chunk.to(tl.int64) * (_CHUNK.PAIR_WORDS if PAIRED else _CHUNK.WORDS)
-    address, extent = tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
-    return address, extent, tl.load(chunk_ptr + _CHUNK.WIDE) if PAIRED else address
-
-
-@triton.constexpr_function
-def _vector_bytes(DTYPE, PAIRED):
-    """Of pairs what is one access of float32 values, or threads would exchange them in between."""
-    return (16, DTYPE.primitive_bitwidth // 8, 8)[PAIRED]
+def _load_chunk(chunks_ptr, chunk):
+    """Address and extent."""
+    chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.WORDS
+    return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
 
 
 @triton.jit
-def _parts(fields, DTYPE: tl.constexpr, THREADS: tl.constexpr, PAIRED: tl.constexpr):
+def _parts(fields, DTYPE: tl.constexpr, THREADS: tl.constexpr):
     """Parts of a chunk: the number of its whole vectors, a mask of edges, and pointers.
 
-    These are to whole vectors and to an edge of each thread, then to their float32 values, if
-    paired. Up to a vector less one lie before and as many after the whole vectors, each of which
-    some thread takes as its edge.
+    These are to whole vectors and to an edge of each thread. Up to a vector less one lie before and
+    as many after the whole vectors, each of which some thread takes as its edge.
     """
     address = fields[_CHUNK.ADDRESS]
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VECTOR: tl.constexpr = _vector_bytes(DTYPE, PAIRED)
-    PER_VECTOR: tl.constexpr = VECTOR // SIZE
+    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // SIZE
     thread = tl.arange(0, THREADS)
     size = fields[_CHUNK.EXTENT].to(tl.int32)
-    head = tl.minimum((-address).to(tl.int32) & (VECTOR - 1), size)
-    vectors = (size - head) // VECTOR
+    head = tl.minimum((-address).to(tl.int32) & (_VECTOR_BYTES - 1), size)
+    vectors = (size - head) // _VECTOR_BYTES
     is_head = thread < PER_VECTOR
-    behind = (head + vectors * VECTOR) // SIZE
+    behind = (head + vectors * _VECTOR_BYTES) // SIZE
     edge = tl.where(is_head, thread, behind + thread - PER_VECTOR)
     end = tl.where(is_head, head, size) // SIZE
     first = head // SIZE
     is_edge = (thread < 2 * PER_VECTOR) & (edge < end)
     chunk_ptr = address.to(tl.pointer_type(DTYPE))
-    base = tl.multiple_of(chunk_ptr + first, VECTOR)
-    edge_ptr = chunk_ptr + edge
-    out, edge_out = base, edge_ptr
-    if PAIRED:
-        wide_ptr = fields[_CHUNK.WIDE].to(tl.pointer_type(tl.float32))
-        out, edge_out = wide_ptr + first, wide_ptr + edge
-        if PAIRED == ALIGNED_PAIRS:
-            out = tl.multiple_of(out, 16)
-    return vectors, is_edge, base, edge_ptr, out, edge_out
+    base = tl.multiple_of(chunk_ptr + first, _VECTOR_BYTES)
+    return vectors, is_edge, base, chunk_ptr + edge
 
 
 @triton.jit
-def _lanes(DTYPE: tl.constexpr, THREADS: tl.constexpr, PAIRED: tl.constexpr):
+def _lanes(DTYPE: tl.constexpr, THREADS: tl.constexpr):
     """Vectors and elements that a program loads at once, by load, thread, place in the vector."""
-    VECTOR: tl.constexpr = _vector_bytes(DTYPE, PAIRED)
-    LOADS: tl.constexpr = min(_WINDOW_BYTES // (VECTOR * THREADS), 8)
-    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
+    LOADS: tl.constexpr = min(_WINDOW_BYTES // (_VECTOR_BYTES * THREADS), 8)
+    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // (DTYPE.primitive_bitwidth // 8)
     vector = tl.arange(0, LOADS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
     return vector, vector * PER_VECTOR + tl.arange(0, PER_VECTOR)[None, None, :]
 
 
 @triton.jit
-def _take(
-    values, mask, factors, seen, WRITE: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr
-):
+def _take(values, mask, factors, seen, WRITE: tl.constexpr, NORM: tl.constexpr):
     """Takes values of shape [loads, threads, elements]: what is written, the peak and the squares.
 
     Reductions are per thread: threads exchange nothing here.
@@ -250,11 +218,7 @@ def _take(
             # Beside the values there are zeros, which an infinite factor makes NaN.
             counted = tl.where(mask, used, 0.0)
             squares += tl.sum(tl.sum(counted * counted, axis=2), axis=0).to(tl.float64)
-        if WRITE and PAIRED:
-            written = used
-            if coefficient is not None:
-                written = used * coefficient.to(used.dtype)
-        elif WRITE:
+        if WRITE:
             written = _narrow(used, DTYPE)
             if coefficient is not None:
                 # Multiplies unscaled values.
@@ -450,7 +414,6 @@ def multi_tensor(
     IS_LAST: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     THREADS: tl.constexpr,
-    PAIRED: tl.constexpr,
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
 
@@ -458,13 +421,13 @@ def multi_tensor(
     `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
     values, `divisor_ptr` to a copy of the factor, `marks_ptr` to the overflow marks of parameters.
     With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at
-    `coefficient_ptr`. Of pairs float32 values are written. With IS_LAST the last program writes the
-    results and, with `scale_ptr`, updates the scale.
+    `coefficient_ptr`. With IS_LAST the last program writes the results and, with `scale_ptr`,
+    updates the scale.
     """
     chunks_ptr = table_ptr + word
     # In turn, so that all programs read one part of the list at a time.
     chunk, step = tl.program_id(0), tl.num_programs(0)
-    fields = _load_chunk(chunks_ptr, chunk, PAIRED)
+    fields = _load_chunk(chunks_ptr, chunk)
     factor = _load_factor(factor_ptr, FACTOR)
     of_values, of_squares = _multiplier(factor, FACTOR) if NORM else (factor, 1.0)
     factors = (
@@ -473,7 +436,7 @@ def multi_tensor(
         if coefficient_ptr is not None
         else None,
     )
-    if coefficient_ptr is not None and not PAIRED:
+    if coefficient_ptr is not None:
         # Where nothing changes, nothing is read.
         if divisor_ptr is not None or scale_ptr is not None:
             chunk = tl.where((factor == 1.0) & (factors[1] == 1.0), chunks, chunk)
@@ -489,38 +452,37 @@ def multi_tensor(
                     tl.store(found_inf_ptr, found.to(tl.float32), mask=takes)
                 tl.store(finished_ptr, 0, mask=takes)
             return
-    vector, lane = _lanes(DTYPE, THREADS, PAIRED)
+    vector, lane = _lanes(DTYPE, THREADS)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     while chunk < chunks:
         # Prefetched: many small tensors make a program wait for this.
         following = tl.minimum(chunk + step, chunks - 1)
-        next_fields = _load_chunk(chunks_ptr, following, PAIRED)
-        left, is_edge, base, edge_ptr, out, edge_out = _parts(fields, DTYPE, THREADS, PAIRED)
+        next_fields = _load_chunk(chunks_ptr, following)
+        left, is_edge, base, edge_ptr = _parts(fields, DTYPE, THREADS)
         # Loads cannot move above stores, so this one comes first.
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         seen = peak, tl.zeros([THREADS], dtype=tl.float64)
         while left > 0:
             mask = vector < left
             values = tl.load(base + lane, mask=mask, other=0.0)
-            written, seen = _take(values, mask, factors, seen, WRITE, NORM, PAIRED)
+            written, seen = _take(values, mask, factors, seen, WRITE, NORM)
             if WRITE:
-                tl.store(out + lane, written, mask=mask)
+                tl.store(base + lane, written, mask=mask)
             base += lane.numel
-            out += lane.numel
             left -= vector.numel
         edges = edges[None, :, None]
         mask = is_edge[None, :, None]
-        written, seen = _take(edges, mask, factors, seen, WRITE, NORM, PAIRED)
+        written, seen = _take(edges, mask, factors, seen, WRITE, NORM)
         peak, squares = seen
         if WRITE:
-            tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
+            tl.store(edge_ptr, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
             total = tl.sum(squares, axis=0) * of_squares
             tl.store(partials_ptr + first + chunk, total)
         if marks_ptr is not None:
             # Per thread: threads need not wait for each other.
-            used = _used_magnitude(peak, factor, FACTOR, DTYPE, not PAIRED)
+            used = _used_magnitude(peak, factor, FACTOR, DTYPE)
             row_ptr = marks_ptr + (fields[_CHUNK.EXTENT] >> _CHUNK.PARAMETER_SHIFT) * _MARKS.WORDS
             _mark(row_ptr, now_ptr, used)
             if NORM:
@@ -538,7 +500,7 @@ def multi_tensor(
         fields = next_fields
 
     largest = tl.max(peak, axis=0)
-    largest = _used_magnitude(largest, factor, FACTOR, DTYPE, not PAIRED)
+    largest = _used_magnitude(largest, factor, FACTOR, DTYPE)
     if NORM:
         tl.atomic_max(header_ptr + _HEADER.PEAK, largest, sem="relaxed")
     bad = largest >= _INFINITY
@@ -557,36 +519,6 @@ def multi_tensor(
             rule = (growth_factor, backoff_factor, growth_interval)
             partials = (partials_ptr, all_chunks)
             _finish(header_ptr, found, partials, factor_ptr, results, state, rule, NORM, ACCUMULATE)
-
-
-@_kernel
-def narrow(
-    table_ptr,
-    word: tl.int64,
-    chunks: tl.int32,
-    found_inf_ptr,
-    DTYPE: tl.constexpr,
-    THREADS: tl.constexpr,
-    PAIRED: tl.constexpr,
-):
-    """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
-    chunk, step = tl.program_id(0), tl.num_programs(0)
-    if found_inf_ptr is not None:
-        chunks = tl.where(tl.load(found_inf_ptr) != 0.0, 0, chunks)
-    vector, lane = _lanes(DTYPE, THREADS, PAIRED)
-    while chunk < chunks:
-        fields = _load_chunk(table_ptr + word, chunk, PAIRED)
-        left, is_edge, base, edge_ptr, source, edge_source = _parts(fields, DTYPE, THREADS, PAIRED)
-        edges = tl.load(edge_source, mask=is_edge, other=0.0)
-        while left > 0:
-            mask = vector < left
-            values = tl.load(source + lane, mask=mask, other=0.0)
-            tl.store(base + lane, _narrow(values, DTYPE), mask=mask)
-            base += lane.numel
-            source += lane.numel
-            left -= vector.numel
-        tl.store(edge_ptr, _narrow(edges, DTYPE), mask=is_edge)
-        chunk += step
 
 
 @_kernel

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast.backends import core, cuda_graphs
-from ampfast.backends.core import Clip, DeviceTable, Segment, norm_layout
+from ampfast.backends.core import Clip, norm_layout
 from ampfast.backends.triton import kernels
 
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
@@ -77,32 +77,17 @@ update_scale = partial(core.triton_update_scale, _HERE)
 
 def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
     """Switches and compiler options of a pass."""
-    dtype, is_paired, is_aligned, write, how, norm, is_last, accumulate, _ = switches
-    options = _geometry(device, dtype, is_paired, is_aligned)
+    dtype, write, how, norm, is_last, accumulate, _ = switches
+    triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    options: dict[str, Any] = {"DTYPE": triton_dtype, "THREADS": _threads(device)}
     options |= {"WRITE": write, "FACTOR": int(how), "NORM": norm}
     options |= {"IS_LAST": is_last, "ACCUMULATE": accumulate}
+    options |= {"num_warps": 4, "enable_fp_fusion": False}
     if torch.version.hip is None:
         # Without a limit the compiler may assign too few registers, and with a lower one it spills.
-        more = is_paired or (norm and dtype is torch.float64)
+        more = norm and dtype is torch.float64
         options["maxnreg"] = 128 if write and norm else 80 if more else 64
     return options
-
-
-def _geometry(
-    device: torch.device, dtype: torch.dtype, is_paired: bool, is_aligned: bool
-) -> dict[str, Any]:
-    """Switches and compiler options of all kernels over a table."""
-    paired = 2 if is_paired and is_aligned else int(is_paired)
-    triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
-    shape = {"DTYPE": triton_dtype, "THREADS": _threads(device), "PAIRED": paired}
-    return {**shape, "num_warps": 4, "enable_fp_fusion": False}
-
-
-def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
-    """Launches the rounding of the float32 values of one dtype's pairs."""
-    arguments = (table.words, segment.word, segment.chunks, found_inf)
-    switches = (segment.dtype, segment.is_paired, segment.is_aligned)
-    _launch("narrow", table.header.device, segment.chunks, arguments, *switches)
 
 
 def clip_coefficient(clip: Clip) -> None:
@@ -113,7 +98,7 @@ def clip_coefficient(clip: Clip) -> None:
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
         *(norms, 1 if norms is None else norms.numel() - norm_layout.RING),
     )
-    _launch("clip_coefficient", sums.device, 1, arguments, largest, norm.dtype)
+    _launch("clip_coefficient", sums.device, arguments, largest, norm.dtype)
 
 
 def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
@@ -122,18 +107,16 @@ def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
     return {**largest, "num_warps": 1, "enable_fp_fusion": False}
 
 
-def _launch(
-    name: str, device: torch.device, chunks: int, arguments: _Arguments, *switches: Any
-) -> None:
-    """Launches a kernel whose arguments are made here."""
+def _launch(name: str, device: torch.device, arguments: _Arguments, *switches: Any) -> None:
+    """Launches a kernel of one program, whose arguments are made here."""
     # A None among the arguments is compiled in.
     variant = (name, device, switches, *map(type, arguments))
     known = _launched.get(variant)
     if known is None:
-        _first(variant, name, device, chunks, arguments, switches)
+        _first(variant, name, device, 1, arguments, switches)
         return
-    resident, again, takes_addresses = known
-    again(min(chunks, resident), _addresses(arguments) if takes_addresses else arguments)
+    _, again, takes_addresses = known
+    again(1, _addresses(arguments) if takes_addresses else arguments)
 
 
 def _first(
@@ -224,7 +207,6 @@ def _direct(
 
 _OPTIONS = {
     "multi_tensor": _options,
-    "narrow": _geometry,
     "update_scale": _of_one_warp,
     "clip_coefficient": _of_one_warp,
 }

@@ -94,7 +94,7 @@ std::vector<std::vector<char>> blocks(const Format& format) {
 }
 
 void print(const Format& format, const Loops& loops, const std::string& set) {
-  Digest peaks, products, norms, wide, narrow;
+  Digest peaks, products, norms;
   for (const std::vector<char>& data : blocks(format)) {
     const auto numel = static_cast<int64_t>(data.size() / format.size);
     peaks.add(loops.peak_bits(data.data(), numel));
@@ -106,28 +106,11 @@ void print(const Format& format, const Loops& loops, const std::string& set) {
         std::vector<char> copy = data;
         products.add(loops.unscale(copy.data(), numel, factor, coefficient));
         format.add(products, copy);
-        if (loops.widen == nullptr) {
-          continue;
-        }
-        // Also to places that are no multiple of a register.
-        const size_t shift = numel % 3;
-        for (const bool streams : {false, true}) {
-          std::vector<char> floats((numel + shift) * sizeof(float));
-          auto* values = reinterpret_cast<float*>(floats.data()) + shift;
-          wide.add(loops.widen(data.data(), values, numel, factor, coefficient, streams));
-          kFormats[0].add(wide, floats);
-          std::vector<char> halves(data.size() + shift * format.size);
-          loops.narrow(halves.data() + shift * format.size, values, numel, streams);
-          format.add(narrow, halves);
-        }
       }
     }
   }
-  const std::pair<const char*, const Digest*> all[] = {{"peak_bits", &peaks},
-                                                       {"unscale", &products},
-                                                       {"squares", &norms},
-                                                       {"widen", &wide},
-                                                       {"narrow", &narrow}};
+  const std::pair<const char*, const Digest*> all[] = {
+      {"peak_bits", &peaks}, {"unscale", &products}, {"squares", &norms}};
   for (const auto& [name, digest] : all) {
     std::printf("%s %s %s %016llx\n", set.c_str(), format.name, name,
                 static_cast<unsigned long long>(digest->state()));

@@ -14,11 +14,9 @@ from support.cuda_kernels import DOCUMENTED, cells, registers_table
 from variants import (
     CUDA,
     HIP,
-    IS_OLDEST,
     Variant,
     compiled,
     compiled_clip,
-    compiled_narrow,
     compiled_update,
     everywhere,
     kernels,
@@ -35,7 +33,6 @@ REGISTERS = 64
 
 VECTOR_LOAD = r"ld\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
 VECTOR_STORE = r"st\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
-HALF_VECTOR = r"(?:\.\w+)*\.v2\.b32"
 
 # `make test` compiles each mode once.
 CASES = [
@@ -54,7 +51,7 @@ def most_registers(variant: Variant) -> int:
     """Registers for eight programs, or for the four to six of other variants."""
     if variant.write and variant.norm:
         return 128
-    needs_more = variant.paired or (variant.norm and variant.dtype == torch.float64)
+    needs_more = variant.norm and variant.dtype == torch.float64
     return 80 if needs_more else REGISTERS
 
 
@@ -105,23 +102,6 @@ def check_arithmetic(code: str, variant: Variant) -> None:
         assert re.search(rf"\bcvt\.rn\.{narrow}(x2)?\.f32\b", code)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_pairs(target: str, dtype: torch.dtype) -> None:
-    """Float32 values are accessed 16 bytes at a time, and threads exchange nothing for it."""
-    plain = Variant(dtype, True, Factor.TIMES_RECIPROCAL, paired=True)
-    for variant in (plain, replace(plain, coefficient=True), replace(plain, norm=True)):
-        code = code_of(compiled(variant, target), most_registers(variant))
-        # Twice as many, of eight bytes each.
-        assert len(re.findall(rf"ld\.global{HALF_VECTOR}", code)) == 8
-        assert len(re.findall(VECTOR_STORE, code)) == 8
-        assert "ldmatrix" not in code
-    code = code_of(compiled_narrow(target, dtype), 96 if IS_OLDEST else REGISTERS)
-    assert len(re.findall(VECTOR_LOAD, code)) == 8
-    assert len(re.findall(rf"st\.global{HALF_VECTOR}", code)) == 8
-    assert "ldmatrix" not in code and "bar.sync" not in code
-
-
 KINDS = {
     "check": Variant(torch.float32, False, Factor.DIVIDE),
     "check and norm": Variant(torch.float32, False, Factor.TIMES_RECIPROCAL, norm=True),
@@ -138,12 +118,12 @@ def test_registers_in_the_docs() -> None:
         assert registers_table()["Triton", kind] == cells(used), kind
 
 
-@pytest.mark.parametrize("name", ["multi_tensor", "narrow", "update_scale", "clip_coefficient"])
+@pytest.mark.parametrize("name", ["multi_tensor", "update_scale", "clip_coefficient"])
 def test_arguments_are_not_specialized(name: str) -> None:
     """Else a count of 1, or an unaligned address, would compile in mid-training."""
     parameters = [p for p in getattr(kernels, name).params if not p.is_constexpr]
     specialized = {p.name for p in parameters if not p.do_not_specialize}
-    assert specialized == ({"table_ptr"} if name in ("multi_tensor", "narrow") else set())
+    assert specialized == ({"table_ptr"} if name == "multi_tensor" else set())
     # A number from Python would be 32 bits wide.
     wide = [p.annotation_type for p in parameters if p.annotation_type]
     assert wide and all(each in ("fp64", "i64", "i32") for each in wide)

@@ -13,7 +13,7 @@ from support.steps import frames_of
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from variants import TARGETS, clip_of, kernels, launch, table_of
+from variants import TARGETS, clip_of, kernels, launch
 
 from ampfast import _C
 from ampfast.backends import core, cuda_graphs
@@ -22,7 +22,7 @@ from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
 KERNELS = DeviceKernels(launch)
-NAMES = ("multi_tensor", "narrow", "update_scale", "clip_coefficient")
+NAMES = ("multi_tensor", "update_scale", "clip_coefficient")
 
 
 class Recording:
@@ -86,12 +86,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
 def call(request: pytest.FixtureRequest) -> Callable[[], object]:
     """Launches one of the kernels."""
     one, grads = torch.ones(()), core.list_of([torch.ones(3)], CPU)
-    tracker, table = torch.zeros((), dtype=torch.int32), table_of(torch.float16, True)
+    tracker = torch.zeros((), dtype=torch.int32)
     update = Update(one, tracker, [one], 2.0, 0.5, 2000, None, one)
     clip, found = clip_of(torch.float32, True, True, False), {"found_inf": torch.zeros(())}
     call = {
         "multi_tensor": lambda: run_unscale(KERNELS, grads, one, is_scale=True, **found),
-        "narrow": lambda: launch.narrow(table, table.segments[0], one),
         "update_scale": lambda: launch.update_scale(update),
         "clip_coefficient": lambda: launch.clip_coefficient(clip),
     }[request.param]

@@ -70,7 +70,6 @@ class Variant:
     updates: bool = False
     accumulate: bool = False
     other: bool = False
-    paired: bool = False
 
     def __str__(self) -> str:
         """A readable test id."""
@@ -78,7 +77,7 @@ class Variant:
         words += [self.how.name.lower()]
         words += [n for n in ("norm", "coefficient", "clip", "marks") if getattr(self, n)]
         words += ["update" if self.updates else "finish" if self.is_last else "nothing"]
-        words += [n for n in ("accumulate", "other", "paired") if getattr(self, n)]
+        words += [n for n in ("accumulate", "other") if getattr(self, n)]
         return " ".join(words)
 
 
@@ -161,11 +160,8 @@ class _Recorder:
 CPU = torch.device("cpu")
 
 
-def table_of(
-    dtype: torch.dtype, paired: bool = False, device: torch.device = CPU
-) -> core.DeviceTable:
-    wide = [torch.ones(3, device=device)] if paired else None
-    grads = core.list_of([torch.ones(3, dtype=dtype, device=device)], device, None, wide)
+def table_of(dtype: torch.dtype, device: torch.device = CPU) -> core.DeviceTable:
+    grads = core.list_of([torch.ones(3, dtype=dtype, device=device)], device)
     assert grads is not None
     return core.DeviceTable.of(grads, False)
 
@@ -258,16 +254,9 @@ def _compiled(name: str, call: Callable[[], None], target_name: str) -> Any:
 @cache
 def compiled(variant: Variant, target: str) -> Any:
     """Compiles a variant; the result has the texts of all stages."""
-    work, table = work_of(variant), table_of(variant.dtype, variant.paired)
+    work, table = work_of(variant), table_of(variant.dtype)
     given = work, table, table.segments[0], variant.is_last
     return _compiled("multi_tensor", lambda: launch.multi_tensor(*given), target)
-
-
-@cache
-def compiled_narrow(target: str, dtype: torch.dtype) -> Any:
-    table = table_of(dtype, True)
-    given = table, table.segments[0], torch.ones(())
-    return _compiled("narrow", lambda: launch.narrow(*given), target)
 
 
 @cache
