@@ -234,17 +234,17 @@ def _divides_rightly(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
         if is_capturing() and not is_tried(torchs, dtype, device):
             is_final = False  # taken for right until it can be tried
             continue
-        is_tried = True
+        was_tried = True
         try:
             fault = fault_of(torchs, dtype, device)
         except Exception as error:
-            fault, is_tried = f"could not be tried ({error!r})", False
+            fault, was_tried = f"could not be tried ({error!r})", False
         if fault is None:
             continue
-        is_right, is_final = False, is_final and is_tried
-        if (torchs, dtype, device_type, is_tried) not in _warned:
-            _warned.add((torchs, dtype, device_type, is_tried))
-            found = ", as a trial has found" if is_tried else ""
+        is_right, is_final = False, is_final and was_tried
+        if (torchs, dtype, device_type, was_tried) not in _warned:
+            _warned.add((torchs, dtype, device_type, was_tried))
+            found = ", as a trial has found" if was_tried else ""
             warn_caller(
                 f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}{found}: "
                 "the scaler unscales and skips by itself, as for an optimizer that is not fused. "
