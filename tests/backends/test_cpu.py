@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +26,7 @@ from support.kernels import (
     wide,
 )
 from support.models import check_random_lists, check_times
+from support.processes import python
 
 from ampfast import _C, functional
 from ampfast.backends import cpu
@@ -55,9 +53,7 @@ LEAST, MOST = 2.0**-40, 2.0**62
 def test_the_environment_chooses_a_capability(name: str) -> None:
     """The widest by default."""
     script = "from ampfast.backends import core; print(core.cpu_capability())"
-    environment = {**os.environ, "AMPFAST_CPU_CAPABILITY": name}
-    command = [sys.executable, "-c", script]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    said = python("-c", script, AMPFAST_CPU_CAPABILITY=name)
     if name in ("", *CAPABILITIES):
         assert said.stdout == f"{name or CAPABILITIES[0]}\n"
     else:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from support.processes import python
 
 START = """
 import os, sys
@@ -84,9 +78,7 @@ launch(); launch()
 
 def said(program: str) -> list[str]:
     """Lines that a program prints."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "AMPFAST_TEST_KERNELS": ""}
-    command = [sys.executable, "-c", START + program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-c", START + program, TRITON_INTERPRET="0", AMPFAST_TEST_KERNELS="")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

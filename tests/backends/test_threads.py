@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from support.kernels import CHUNK, check_parity, flag, mixed_list
-from support.processes import threads
+from support.processes import python, threads
 
 from ampfast import functional
 
@@ -69,4 +67,5 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=600)
+    done = python("-c", FORK)
+    assert done.returncode == 0, done.stderr

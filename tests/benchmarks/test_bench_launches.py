@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from support.cuda_kernels import NVCC
-
-ROOT = Path(__file__).parents[2]
+from support.processes import python
 
 PROGRAM = """
 import sys, torch
@@ -36,10 +30,7 @@ def test_a_row(kind):
         pytest.skip("nvcc is not on the PATH")
     if kind != "torch" and torch.version.cuda is not None:
         pytest.skip("a CUDA build of torch calls the idle driver itself")
-    command, environment = [sys.executable, "-c", PROGRAM, kind], {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    done = python("-c", PROGRAM, kind, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
     said, _, header, _, *rows, left = done.stdout.splitlines()
     assert "host time only" in said and len(rows) == 3

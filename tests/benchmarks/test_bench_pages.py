@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import machine, model, pages, pictures, tables
+from benchmarks import machine, model, pages, tables
 from benchmarks.results import Results, Row, Spread
 
 ROOT = machine.REPOSITORY
@@ -43,15 +43,6 @@ def test_the_pages_agree_with_the_results_that_they_name():
             assert len(table.header) <= tables.MOST_COLUMNS
             assert len({*map(len, table.text().splitlines()[2:])}) == 1
         assert path.stat().st_size < 300_000
-
-
-def test_a_gpus_backends_have_a_line_each():
-    decisive = tables.of(Results.read(GPU))[-1]
-    assert [line[:3] for line in decisive.lines[:2]] == [
-        ("10x1k, cold, float32", "check, cuda", "0.0016"),
-        ("10x1k, cold, float32", "check, triton", "0.0016"),
-    ]
-    assert ", triton 3.6.0, commit " in pages.full_block(Results.read(GPU))
 
 
 def test_what_is_not_measured_is_said():
@@ -154,23 +145,6 @@ def test_the_report_opens_with_the_score_and_pictures_and_folds_tables(tmp_path)
     assert drawn == {"loops", "host", "kernels", "training", "clip"}
 
 
-def test_pictures_show_what_was_measured():
-    rows = [_row(case="a", call="unscale", bytes=8 * 10**6, copy_gb_s=2.0, vs_torch=2.0)]
-    rows.append(dataclasses.replace(rows[0], subject="clip"))
-    rows.append(
-        _row(subject="loops", call="AdamW, schedule", ms=None, host_us=Spread(8.0, 10.0, 14.0))
-    )
-    drawn = pictures.draw(results([dataclasses.replace(row, tensors=5) for row in rows]))
-    for name, value, ends in (
-        *(("kernels", 8 / 11, (8 / 12, 8 / 10)), ("clip", 2.0, (2 * 11 / 12, 2 * 11 / 10))),
-        ("loops", 10.0, (8.0, 14.0)),
-    ):
-        (axes,) = drawn[name].axes
-        assert axes.patches[0].get_width() == pytest.approx(value)
-        assert axes.collections[0].get_segments()[0][:, 0] == pytest.approx(ends)
-    assert len(drawn) == 3
-
-
 @pytest.mark.parametrize(
     ("second", "ratio", "verdict"),
     [
@@ -186,19 +160,6 @@ def test_faster_means_beyond_both_spreads(second, ratio, verdict):
     assert (after / before, said) == (pytest.approx(ratio), verdict)
     text = "\n".join(tables.comparison(results([first]), results([second])))
     assert text.count("  list  ") == (verdict != "within spread")
-
-
-def test_rows_are_paired_by_name_and_other_machines_are_named_first():
-    other = dataclasses.replace(_row(), subject="steps")
-    changed = {"machine": {**MACHINE, "cores": 64, "load": 99.0}, "torch": "3.0"}
-    first = results([_row(), _row(case="list, cold")])
-    second = results([_row(1, 2, 3, case="list, cold"), other], **changed)
-    lines = "\n".join(tables.comparison(first, second)).splitlines()
-    assert lines[:2] == ["cores differs: 2 and 64", "torch differs: 2.99+cpu and 3.0"]
-    assert lines[2] == "so times differ for more reasons than ampfast's code"
-    assert lines[4].endswith("The load average was 99.0 when it began.")
-    only = ["only in the first: 1 rows (kernels)", "only in the second: 1 rows (steps)"]
-    assert lines[-3:] == ["1 faster", *only]
 
 
 def test_the_page_has_the_table_of_the_code_and_of_the_committed_results():

@@ -6,8 +6,6 @@ import copy
 import inspect
 import math
 import pickle
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from groups import Alone
 from support.comparison import TorchScaler, started
 from support.gradients import parameter_like, parameter_with
+from support.processes import python
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
@@ -114,8 +113,7 @@ def test_a_world_older_than_the_import_of_torchs_class() -> None:
         dist.destroy_process_group()
         ampfast.ShardedGradScaler("cpu")
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = python("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
 
 

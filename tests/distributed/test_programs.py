@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from support.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fsdp2.py"
 STEPS = 20
 WORLD = 4
@@ -28,13 +24,7 @@ def trained(scaler: str) -> str:
 
 @pytest.mark.sweep
 def test_the_fsdp2_example_gives_the_same_with_both_scalers() -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", str(STEPS), "--device", "cpu"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(EXAMPLE, "--steps", STEPS, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert ranks.run(trained, "torch", seconds=240) == [last, last]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp.sharded_grad_scaler
+from support.processes import python
 
 # In a dict, where patch() does not look, since names in this module would be replaced.
 TORCH = {
@@ -49,8 +49,7 @@ def is_patched() -> bool:
 
 def run(code: str, *arguments: str) -> None:
     """Runs a program in a process of its own, which must succeed."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = python("-c", textwrap.dedent(code), *arguments)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,18 +10,19 @@ import pickle
 import pkgutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from originals import TORCH, run
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import sharded_grad_scaler
 
 import ampfast
+
+# FSDP's scaler needs one.
+pytestmark = pytest.mark.usefixtures("world")
 
 KINDS = list(TORCH)
 LEGACY = ["cuda", "cpu"]
@@ -33,14 +34,6 @@ def named(kind: str) -> Any:
         return sharded_grad_scaler.ShardedGradScaler
     module = torch.amp if kind == "amp" else getattr(torch, kind).amp
     return module.GradScaler
-
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    """Single-rank world for FSDP's scaler."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make(kind: Any, init_scale: float = 8.0, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """The demo: equal runs, different runs, and every reason not to start."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import ROOT, module_at
 
 import ampfast
 
@@ -14,11 +14,7 @@ pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
 image = pytest.importorskip("matplotlib.image", reason="the demo needs matplotlib")
 colors = pytest.importorskip("matplotlib.colors", reason="the demo needs matplotlib")
 
-_spec = importlib.util.spec_from_file_location(
-    "demo", Path(__file__).parents[2] / "examples" / "demo.py"
-)
-demo = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(demo)
+demo = module_at(ROOT / "examples" / "demo.py")
 
 STEPS = 16
 LABELS = ["torch.amp.GradScaler", "ampfast.GradScaler", "ampfast step_and_update"]

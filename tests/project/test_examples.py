@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
+from support.processes import ROOT, module_at, threads
 
 pytestmark = pytest.mark.sweep
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 NOTEBOOK = FOLDER / "underflow.ipynb"
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Limits torch to one thread, since threads wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    """Threads wait for each other on a busy machine."""
+    with threads(1):
+        yield
 
 
 def example(name: str) -> ModuleType:
-    """Imports an example as a module, without training."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """An example as a module, without training."""
+    return module_at(FOLDER / f"{name}.py")
 
 
 @pytest.mark.parametrize(

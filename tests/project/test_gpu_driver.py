@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 from support.kernels import CPU_KERNELS
-from support.processes import is_alive
+from support.processes import ROOT, is_alive, python
 
 from benchmarks import providers
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "gpu"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ends groups of processes")
@@ -44,7 +43,7 @@ def driver() -> Any:
     return SimpleNamespace(**runpy.run_path(str(FOLDER / "__main__.py")))
 
 
-def python(code: str, *arguments: object) -> list[str]:
+def program(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
@@ -59,15 +58,15 @@ def run(runner: Any, folder: Path, *parts: Any, seconds: float = 3600) -> tuple[
 
 # By verdict: commands of a part, the exit code, and what is said of it.
 PARTS: dict[str, tuple[list[list[str]], int, str]] = {
-    "ok": ([python("print('all well')")], 0, "    all well\n"),
+    "ok": ([program("print('all well')")], 0, "    all well\n"),
     "failed": (
-        [python("print('FAILED one'); print('last'); exit(3)"), python("print(5)")],
+        [program("print('FAILED one'); print('last'); exit(3)"), program("print(5)")],
         1,
         "    last\n    5\n    FAILED one\n",
     ),
     "unavailable": ([["no-such-command"]], 0, "    no-such-command: Device not supported, missing"),
     # Hides no failure.
-    "failed ": ([["no-such-command"], python("exit(1)")], 1, ""),
+    "failed ": ([["no-such-command"], program("exit(1)")], 1, ""),
 }
 
 
@@ -76,7 +75,7 @@ PARTS: dict[str, tuple[list[list[str]], int, str]] = {
 def test_a_part_and_the_next_one(runner: Any, tmp_path: Path, verdict: str, vital: bool) -> None:
     commands, expected, said = PARTS[verdict]
     first = runner.Part("first", commands, 300, vital=vital)
-    last = runner.Part("last", [python("print('end')")], 300)
+    last = runner.Part("last", [program("print('end')")], 300)
     code, text = run(runner, tmp_path, first, last)
     assert code == max(expected, vital and verdict != "ok")
     assert f"first      {verdict} " in text and said in text
@@ -99,8 +98,8 @@ def test_commands_side_by_side_and_the_seconds_left(
     runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    both = [python(WAITS_FOR_THE_OTHER, a, b), python(WAITS_FOR_THE_OTHER, b, a)]
-    asks = [python("import sys; print(sys.argv[1])", runner.LEFT)]
+    both = [program(WAITS_FOR_THE_OTHER, a, b), program(WAITS_FOR_THE_OTHER, b, a)]
+    asks = [program("import sys; print(sys.argv[1])", runner.LEFT)]
     parts = [runner.Part("two", both, 300, at_once=2), runner.Part("asks", asks, 900, shown=True)]
     assert run(runner, tmp_path, *parts, seconds=400)[0] == 0
     left = parts[1].lines[0]
@@ -128,10 +127,10 @@ def test_what_hangs_is_cut_off_with_its_children(
     clock = {"monotonic": lambda: time.monotonic() + 4000 * sign.exists(), "sleep": time.sleep}
     monkeypatch.setattr(runner, "time", SimpleNamespace(**clock))
     ended: list[Any] = []
-    hangs = [python(HANGS, sign), python("print(1)")]
+    hangs = [program(HANGS, sign), program("print(1)")]
     parts = [
         runner.Part("hangs", hangs, 9000, after=ended.append),
-        runner.Part("next", [python("pass")], 9000),
+        runner.Part("next", [program("pass")], 9000),
     ]
     assert run(runner, tmp_path, *parts)[0] == 1
     assert ended == [[None, None]]
@@ -149,11 +148,9 @@ def test_what_hangs_is_cut_off_with_its_children(
 @pytest.mark.sweep
 def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, str(FOLDER), "--rehearse", "--out", str(tmp_path / "out")]
-    variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
-    )
+    cache = str(tmp_path / "triton")
+    rehearsal = (FOLDER, "--rehearse", "--out", tmp_path / "out")
+    done = python(*rehearsal, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout
     text = (tmp_path / "out" / "verdict.txt").read_text()
     verdicts = [line.split()[1] for line in text.splitlines()[1:] if not line.startswith(" ")]

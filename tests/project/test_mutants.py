@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from support.processes import python
 
 
 @pytest.mark.slow
@@ -24,8 +21,7 @@ def test_survivors_are_printed_with_their_explanation(tmp_path: Path) -> None:
         "    return seen * 2\n"
     )
     tests.write_text("from grown import grown\n\n\ndef test_it():\n    assert grown(7) == 16\n")
-    command = [sys.executable, str(ROOT / "tools/mutants.py"), str(module), "--tests", str(tests)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = python("tools/mutants.py", module, "--tests", tests)
     assert run.returncode == 1, run.stderr
     assert "10 changes: 7 noticed, 1 explained, 2 neither" in run.stdout
     assert "6 grown (explained)\n  '0' -> '1'" in run.stdout

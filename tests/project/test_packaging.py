@@ -10,21 +10,18 @@ import sys
 import sysconfig
 import zipfile
 from email.parser import Parser
-from importlib import util
 from pathlib import Path
 
 import pytest
 from support.cuda_kernels import SETUP
+from support.processes import ROOT, module_at
 
 import ampfast
 
 pytestmark = pytest.mark.sweep
 
-ROOT = Path(__file__).resolve().parents[2]
 SOABI = sysconfig.get_config_var("SOABI")
-_SPEC = util.spec_from_file_location("wheels", ROOT / "tools/wheels.py")
-WHEELS = util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(WHEELS)
+WHEELS = module_at(ROOT / "tools" / "wheels.py")
 
 
 def script(path: Path, text: str) -> Path:

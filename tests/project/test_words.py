@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from support.processes import ROOT, module_at
 
-ROOT = Path(__file__).parents[2]
-_SPEC = importlib.util.spec_from_file_location("words", ROOT / "tools/words.py")
-assert _SPEC is not None and _SPEC.loader is not None
-words = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(words)
+words = module_at(ROOT / "tools" / "words.py")
 
 PAGE = """# Title
 The latter is told. `told` and [a link](told.md) are not found.
@@ -39,10 +35,6 @@ CORE = """// Gone.
 int told = 1;  // but
                // for this
 """
-
-
-def test_the_repository_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert words.main() == 0, capsys.readouterr().out
 
 
 def test_words_of_prose_are_found_and_code_is_not(

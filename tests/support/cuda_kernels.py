@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,21 +16,13 @@ from torch import Tensor
 from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from support import host_cuda
 from support.launchers import spans_of
+from support.processes import ROOT, module_at
 
 NVCC = shutil.which("nvcc")
 
 
-def _setup() -> ModuleType:
-    """Imports setup.py, which then builds nothing."""
-    path = Path(__file__).parents[2] / "setup.py"
-    spec = importlib.util.spec_from_file_location("ampfast_setup", path)
-    assert spec is not None and spec.loader is not None
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
-    return setup
-
-
-SETUP = _setup()
+# It builds nothing as it is imported.
+SETUP = module_at(ROOT / "setup.py")
 FLAGS = SETUP.nvcc_flags()
 
 
@@ -146,7 +137,6 @@ def _table(
 
 __all__ = ["ARCHITECTURES", "install", "install_idle", "install_on_host"]
 
-ROOT = Path(__file__).parents[2]
 # The oldest architecture converts bfloat16 in software.
 ARCHITECTURES = ("75", "90")
 SOURCES = [ROOT / name for name in SETUP.found(*SETUP.KERNEL_SOURCES)]

@@ -1,13 +1,15 @@
-"""Programs in a process of their own, threads of torch, and whether a process runs."""
+"""Programs in a process of their own, modules by path, threads of torch, living processes."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -27,6 +29,28 @@ def python_in(
         text=True,
         timeout=300,
     )
+
+
+def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs this Python in the repository."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+def module_at(path: Path) -> ModuleType:
+    """Imports a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextlib.contextmanager
