@@ -45,20 +45,6 @@ def test_the_pages_agree_with_the_results_that_they_name():
         assert path.stat().st_size < 300_000
 
 
-def test_what_is_not_measured_is_said():
-    none = pages.readme_block(results([]))
-    assert ": conv net, 10 parameters, schedule | - | not measured | not measured | - |" in none
-    told = ["What clipping by the scaler gains", "What the import alone gains", "Against torch"]
-    for begin, sentence in zip(told[::-1], tables.sentences(results([])), strict=True):
-        assert sentence.startswith(begin) and sentence.endswith(": not measured.")
-    # A longer step, rows that torch wins, and ties; committed figures have none or few.
-    rows = [_row(vs_torch=ratio) for ratio in (0.9, 0.96, 1.0, 1.04, 2.0)]
-    rows += [_row(subject=each, vs_torch=0.98) for each in ("training", "no longer measured")]
-    score, gain, _ = tables.sentences(results(rows))
-    assert score.endswith("6 measurements: 1 faster, 4 as fast within 5%, 1 slower.")
-    assert "a whole training step 2.0% longer than" in gain
-
-
 def test_a_file_is_read_as_it_was_written_and_fields_of_earlier_ones_are_not_read(tmp_path):
     path, made = tmp_path / "results.json", Results.read(CPU)
     made.write(path)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from exact_training import OPTIMIZERS, SCALERS, Heads, batches_of
 from support.comparison import assert_same
-from support.gradients import parameter_with
+from support.steps import Training as One
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as sharding
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,20 +196,12 @@ def test_resumed_on_other_ranks(run: tuple[Any, ...], tmp_path: Path) -> None:
 # The scaler alone
 
 
-def stepped(scaler: Any, gradients: Sequence[float]) -> Any:
-    for gradient in gradients:
-        scaler.scale(torch.ones(()))
-        scaler.step(torch.optim.SGD([parameter_with(torch.tensor([gradient]))], lr=0.1))
-        scaler.update()
-    return scaler
-
-
 def test_other_limits(world: Any, tmp_path: Path) -> None:
     """torch demands every entry of the loading side, and no other, unless told otherwise."""
 
     def reloaded(of_saved: Any, of_loaded: Any, partial: bool = False) -> dict[str, Any]:
-        saved = stepped(GradScaler(**SETTINGS, **of_saved), [INF, 1.0])
-        loaded = stepped(GradScaler(**SETTINGS, **of_loaded), [INF])
+        saved = One(GradScaler(**SETTINGS, **of_saved)).step(INF, 1.0).scaler
+        loaded = One(GradScaler(**SETTINGS, **of_loaded)).step(INF).scaler
         place = tmp_path / f"{of_saved} {of_loaded} {partial}"
         checkpoint.save({"scaler": saved}, checkpoint_id=place)
         planner = checkpoint.DefaultLoadPlanner(allow_partial_load=partial)

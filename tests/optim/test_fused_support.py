@@ -31,11 +31,6 @@ class Delegating(Wrapper):
         return getattr(self.inner, name)
 
 
-class Slotted:
-    __slots__ = ("found_inf", "grad_scale", "inner")
-    __init__, step, __getattr__ = Wrapper.__init__, Wrapper.step, Delegating.__getattr__
-
-
 class PropertyOfOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)  # type: ignore[assignment]
 
@@ -53,24 +48,14 @@ class Copying(Wrapper):
         vars(self).update(vars(inner), inner=inner)
 
 
-class CopyingBeside(torch.optim.SGD):
-    """Has the attributes of the other one, which it holds in containers."""
+class CopyingLate(torch.optim.SGD):
+    """Also after torch's constructor."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        vars(self).update(vars(inner), held=[("SGD", inner)])
-
-    def step(self) -> object:  # type: ignore[override]
-        return self.held[0][1].step()
-
-
-class CopyingLate(CopyingBeside):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         torch.optim.Optimizer.__init__(self, inner.param_groups, {})
-        super().__init__(inner)
+        vars(self).update(vars(inner), inner=inner)
 
-
-def of_one_name(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return type("SGD", (CopyingBeside,), {"step": lambda self: self.held[0][1].step()})(inner)
+    step = Wrapper.step  # type: ignore[assignment]
 
 
 def bound(inner: Any) -> Any:
@@ -99,8 +84,8 @@ def of_a_subclass(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(Delegating, Slotted, PropertyOfOptimizer, Copying, CopyingBeside, CopyingLate, of_one_name),
-    *(bound, of_plain_groups, of_a_plain_group, of_a_subclass),
+    *(Delegating, PropertyOfOptimizer, Copying, CopyingLate, bound),
+    *(of_plain_groups, of_a_plain_group, of_a_subclass),
 ]
 
 

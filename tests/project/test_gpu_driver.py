@@ -85,28 +85,6 @@ def test_a_part_and_the_next_one(runner: Any, tmp_path: Path, verdict: str, vita
     assert log.read_text() == "end\n" if runs else not log.exists()
 
 
-WAITS_FOR_THE_OTHER = """
-import pathlib, sys, time
-mine, other = map(pathlib.Path, sys.argv[1:])
-mine.touch()
-while not other.exists():
-    time.sleep(0.01)
-"""
-
-
-def test_commands_side_by_side_and_the_seconds_left(
-    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    both = [program(WAITS_FOR_THE_OTHER, a, b), program(WAITS_FOR_THE_OTHER, b, a)]
-    asks = [program("import sys; print(sys.argv[1])", runner.LEFT)]
-    parts = [runner.Part("two", both, 300, at_once=2), runner.Part("asks", asks, 900, shown=True)]
-    assert run(runner, tmp_path, *parts, seconds=400)[0] == 0
-    left = parts[1].lines[0]
-    assert 200 < int(left) <= 400 - runner.MARGIN_SECONDS
-    assert left in capsys.readouterr().out
-
-
 HANGS = """
 import pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, lambda *_: print("kept", flush=True))
@@ -184,22 +162,6 @@ def test_parts_of_the_real_run(driver: Any, tmp_path: Path) -> None:
     assert (results.parent / "a-bench.json").read_text() == "{}"
 
 
-def test_it_builds_with_its_interpreter(
-    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
-    # As from `make -k gpu VENV=.venv`, whose settings must not be inherited.
-    monkeypatch.setenv("MAKEFLAGS", "k -- VENV=.venv PYTHON=no-such-python")
-    build = driver.parts(tmp_path / "a.json", tmp_path / "b.json")[0]
-    environment = {**os.environ, **build.environment}
-    command = [*build.commands[0], "--dry-run"]
-    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert f"{sys.executable} setup.py" in said.stdout
-    assert ".venv/" not in said.stdout.replace(sys.executable, "")
-
-
 def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     if shutil.which("make") is None:
         pytest.skip("needs make")
@@ -210,23 +172,6 @@ def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 2  # make's own exit code for any failure
     assert "needs a GPU" in done.stderr and "building" not in done.stdout
     assert not out.exists()
-
-
-def test_a_trace_is_counted() -> None:
-    import tracing
-
-    begins = [
-        *(("cuda_runtime", "cudaDeviceSynchronize", 1), ("cuda_runtime", "cudaLaunchKernel", 11)),
-        *(("kernel", "second", 40), ("kernel", "first", 14), ("gpu_memset", "Memset", 18)),
-        *(("cuda_runtime", "cudaStreamSynchronize", 16), ("gpu_memcpy", "Memcpy", 17)),
-        *(("gpu_user_annotation", tracing.MARK, 12), ("cuda_runtime", "cudaDeviceSynchronize", 50)),
-    ]
-    events = [{"ph": "X", "cat": c, "name": n, "ts": at, "dur": 1} for c, n, at in begins]
-    mark = {"ph": "X", "cat": "user_annotation", "name": tracing.MARK, "ts": 10, "dur": 20}
-    counts = tracing.counts_in([{"ph": "M", "name": "process_name"}, mark, *events])
-    assert counts.kernels == ["first", "second"]
-    assert counts.copies == ["Memcpy", "Memset"]
-    assert counts.syncs == ["cudaStreamSynchronize"]
 
 
 @pytest.mark.parametrize("fault", ["", "value", "flag", "found_inf", "error"])
