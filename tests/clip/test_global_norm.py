@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,8 @@ from support.models import (
     grads_in,
     unscaled,
 )
-from support.optimizers import OPTIMIZERS
-from support.steps import assert_sides_same, paired
+from support.optimizers import OPTIMIZERS, Legacy
+from support.steps import TAKE_GRAD_SCALE, assert_sides_same, paired
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler, Sigmas, functional
@@ -34,7 +35,7 @@ SCALES = (2.0**12, 3.0, 1e-3)
 
 
 def scaler_for(scale: float, **arguments: object) -> GradScaler:
-    return started(GradScaler, scale, allow_fp16=True, **arguments)
+    return started(scale=scale, allow_fp16=True, **arguments)
 
 
 def six(*more: float) -> torch.optim.SGD:
@@ -114,42 +115,6 @@ def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: flo
             assert_sides_same(ours, theirs)
 
 
-# Values whose norms overflow: regular, and in a layout for torch's ops.
-def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.full((4,), value, dtype=dtype), torch.full((3, 4), value, dtype=dtype)[:, ::2]]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch's fused SGD computes other values")
-@pytest.mark.parametrize("scale", [2.0, 1e-30, INF])
-@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e308, INF])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_extreme_norms(backend: str, order: float, max_norm: float, scale: float) -> None:
-    """No parameter becomes NaN; an infinite limit only unscales."""
-
-    def step(
-        dtype: torch.dtype, value: float, fused: bool, in_place: bool, clips: bool = True
-    ) -> list[torch.Tensor]:
-        params = [parameter_with(grad) for grad in even(value, dtype)]
-        optimizer = torch.optim.SGD(params, lr=2.0**-40, fused=fused)
-        scaler = started(GradScaler, scale, backend=backend, allow_fp16=True)
-        if clips:
-            scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=in_place)
-        elif in_place:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        assert all(p.isfinite().all() for p in params), (dtype, value, fused, in_place)
-        return [*(p.detach() for p in params), *grads_in(optimizer)]
-
-    for dtype in FLOATS:
-        for value in (0.0, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max):
-            for way in ((False, True), (True, True), (True, False)):
-                found = step(dtype, value, *way)
-                if max_norm == INF and scale == 2.0:
-                    assert_same(found, step(dtype, value, *way, clips=False))
-
-
 # Stages
 
 
@@ -187,7 +152,7 @@ def test_stages(first: Callable, then: Callable) -> None:
 
 @pytest.mark.parametrize(("order", "expected"), [(2.0, 5.0), ("inf", 4.0), (1, 7.0)])
 def test_the_norm_alone_changes_nothing(order: Any, expected: float) -> None:
-    scaler, optimizer = started(GradScaler, 8.0), six()
+    scaler, optimizer = started(scale=8.0), six()
     before = grads_in(optimizer)[0].clone()
     assert_same(scaler.grad_norm(optimizer, order), torch.tensor(expected))
     assert_same(grads_in(optimizer)[0], before)
@@ -205,7 +170,7 @@ def test_the_norm_alone_changes_nothing(order: Any, expected: float) -> None:
     assert scaler.grad_norm(fused, order).item() == expected
     half = torch.tensor([24.0, 32.0]).half()
     with pytest.warns(UserWarning, match="share memory"):  # it would be divided twice
-        norm = started(GradScaler, 4.0).grad_norm(sgd_with(half, half), order).item()
+        norm = started(scale=4.0).grad_norm(sgd_with(half, half), order).item()
     assert norm == pytest.approx(expected / 2 * 2 ** (1 / float(order)))
     assert half.tolist() == [24.0, 32.0]
 
@@ -215,7 +180,7 @@ def test_without_gradients(order: float) -> None:
     empty = sgd_with(torch.zeros(0))
     none = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     for optimizer in (empty, none, [none, empty]):
-        scaler = started(GradScaler)
+        scaler = started()
         assert_same(scaler.grad_norm(optimizer, order), torch.tensor(0.0))
         assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(0.0))
     scaler.step(empty)
@@ -253,7 +218,7 @@ BAD += [("optimizer", *row) for row in BAD_OPTIMIZERS]
 @pytest.mark.parametrize(("name", "value", "error", "match"), BAD)
 def test_bad_arguments(name: str, value: Any, error: type[Exception], match: str) -> None:
     for enabled in (True, False) if (name, value) != ("in_place", False) else (True,):
-        scaler, optimizer = started(GradScaler, enabled=enabled), six()
+        scaler, optimizer = started(enabled=enabled), six()
         before = grads_in(optimizer)[0].clone()
         given = {"optimizer": optimizer, "max_norm": 1.0, name: value}
         if name == "optimizer":
@@ -307,7 +272,7 @@ def test_gradients_are_refused_before_any_is_written(
 ) -> None:
     make, error, match = REFUSED[kind]
     a, b = sgd_with(FIRST[first]()), sgd_with(torch.full((2,), 8.0), make())
-    scaler = started(GradScaler, 8.0, backend=backend)
+    scaler = started(scale=8.0, backend=backend)
     for optimizers in ([b], [a, b]):
         with pytest.raises(error, match=match):
             scaler.clip_grad_norm_(optimizers, 1.0, order)
@@ -342,7 +307,7 @@ def test_hooks_decide_and_their_results_are_clipped(order: float) -> None:
         if bad:
             grads_in(optimizer)[0][0] = grads_in(twin)[0][0] = INF
         norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
-        assert_same(norm, started(GradScaler, 8.0).clip_grad_norm_(twin, 1.0, order))
+        assert_same(norm, started(scale=8.0).clip_grad_norm_(twin, 1.0, order))
         assert_same(grads_in(optimizer), grads_in(twin))
         [found] = scaler._found_inf_per_device(optimizer).values()
         assert found.item() == flag
@@ -354,11 +319,11 @@ def test_hooks_decide_and_their_results_are_clipped(order: float) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [2.0, INF])
-@pytest.mark.parametrize("order", [2.0, INF, 1.0])
-def test_a_disabled_scaler_clips(order: float, max_norm: float) -> None:
+@pytest.mark.parametrize(("order", "track"), [(2.0, "norms"), (INF, "modules"), (1.0, "overflow")])
+def test_a_disabled_scaler_clips(order: float, track: Any, max_norm: float) -> None:
     optimizers = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
     twins = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
-    scaler = GradScaler("cpu", enabled=False)
+    scaler = GradScaler("cpu", enabled=False, track=track)
     norm = scaler.grad_norm(optimizers, order)
     assert norm.item() == pytest.approx(exact_norm(grads_in(*twins), 1.0, order), rel=1e-6)
     for _ in range(2):  # it keeps no record
@@ -366,6 +331,8 @@ def test_a_disabled_scaler_clips(order: float, max_norm: float) -> None:
         clip_by_hand([p for t in twins for p in t.param_groups[0]["params"]], norm, max_norm)
         assert_same(grads_in(*optimizers), grads_in(*twins))
         norm = scaler.grad_norm(optimizers, order)
+    scaler.name_parameters(torch.nn.Linear(1, 1))
+    assert scaler.overflow_report().step is None
 
 
 # Gradients without kernels
@@ -374,7 +341,7 @@ def test_a_disabled_scaler_clips(order: float, max_norm: float) -> None:
 @pytest.mark.parametrize(("order", "exact"), [(2.0, 5.0), (INF, 4.0), (1.0, 7.0)])
 def test_sparse_gradients_are_coalesced_first(order: float, exact: float) -> None:
     sparse = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,), check_invariants=True)
-    optimizer, scaler = sgd_with(sparse), started(GradScaler, 8.0)
+    optimizer, scaler = sgd_with(sparse), started(scale=8.0)
     assert scaler.grad_norm(optimizer, order).item() == exact
     norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
     assert norm.item() == exact
@@ -392,7 +359,7 @@ def test_kinds_of_gradients_share_a_norm(order: float) -> None:
     )
     pair = TwoTensor(torch.tensor([24.0]), torch.tensor([24.0]))
     optimizer = sgd_with(*grads, pair)
-    scaler = started(GradScaler, 8.0)
+    scaler = started(scale=8.0)
     exact = exact_norm([*before, torch.tensor([24.0])], 8.0, order)
     assert scaler.grad_norm(optimizer, order).item() == pytest.approx(exact, rel=1e-6)
     norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
@@ -411,10 +378,156 @@ def test_an_infinity_of_any_kind_skips(order: float) -> None:
             irregular = make_gradient("every_other")
             irregular[0, 0] = other
             optimizer = sgd_with(torch.tensor([1.0, regular, 1.0]), irregular)
-            scaler = started(GradScaler, 8.0)
+            scaler = started(scale=8.0)
             assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(bad))
             assert scaler.step_skipped(optimizer)
     # As in unscaling, the written value decides: finite gradients whose unscaled values overflow.
-    optimizer, scaler = sgd_with(torch.tensor([1e30])), started(GradScaler, 1e-20)
+    optimizer, scaler = sgd_with(torch.tensor([1e30])), started(scale=1e-20)
     assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
     assert scaler.step_skipped(optimizer)
+
+
+# With `in_place=False`: gradients stay unchanged, the division of the optimizer clips
+
+
+def divisor_of(scale: float, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    coefficient = coefficient_of(norm, max_norm)
+    return (torch.full_like(coefficient, scale) / coefficient).float()
+
+
+class Watched(torch.optim.SGD):
+    """Optimizer that records `grad_scale` and `found_inf` and takes no step."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, *gradients: torch.Tensor) -> None:
+        super().__init__([parameter_with(g) for g in gradients], lr=1.0)
+        self.handed: list[tuple[torch.Tensor, Any]] = []
+
+    def step(self, closure: Any = None) -> str:
+        self.handed.append((self.grad_scale, self.found_inf))
+        return "stepped"
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.05, 1e9, INF])
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_norm: float) -> None:
+    optimizer = Watched(*(make_gradient("long", dtype, 1) for dtype in FLOATS))
+    before = [grad.clone() for grad in grads_in(optimizer)]
+    scaler = started(scale=3.0, backend=backend)
+    norm = scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=False)
+    # The largest magnitude is that of the values to be written, here in bfloat16.
+    tolerance = torch.finfo(torch.bfloat16).eps if order == INF else 1e-6
+    assert norm.item() == pytest.approx(exact_norm(before, 3.0, order), rel=tolerance)
+    assert scaler.step(optimizer) == "stepped"
+    [(grad_scale, found_inf)] = optimizer.handed
+    assert_same(grad_scale, divisor_of(3.0, norm, max_norm))
+    assert_same(found_inf, torch.tensor(0.0))
+    assert_same(grads_in(optimizer), before)
+    for name in ("grad_scale", "found_inf"):
+        assert not hasattr(optimizer, name)
+
+
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
+def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
+    # The same optimizer with the `grad_scale` that ours must set.
+    ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=100)
+    for seed in range(8):
+        for run in (ours, theirs):
+            run.optimizer.zero_grad()
+            run.scaler.scale(run.loss(seed)).backward()
+            if seed == 5:
+                plant(next(run.model.parameters()).grad, "middle", INF)
+        scale = ours.scaler.get_scale()
+        norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=False)
+        ours.scaler.step(ours.optimizer)
+        theirs.optimizer.grad_scale = divisor_of(scale, norm, 0.05)
+        theirs.optimizer.found_inf = torch.tensor(float(seed == 5))
+        theirs.optimizer.step()
+        del theirs.optimizer.grad_scale, theirs.optimizer.found_inf
+        theirs.scaler._check_inf_per_device(theirs.optimizer)
+        assert ours.scaler.step_skipped(ours.optimizer) == (seed == 5)
+        for run in (ours, theirs):
+            run.scaler.update()
+        assert_sides_same(ours, theirs)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+def test_a_gradient_that_is_not_finite_skips(order: float, bad: float) -> None:
+    strided = make_gradient("every_other")
+    strided[1, 2] = bad
+    grad = torch.tensor([1.0, bad])
+    for grads in ([grad], [strided], [torch.ones(3), strided], [torch.ones(3).double(), strided]):
+        optimizer, before = Watched(*grads), [each.clone() for each in grads]
+        scaler = started(scale=4.0)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=False)
+        assert_same(norm.float(), torch.tensor(abs(bad)))
+        assert scaler.step_skipped(optimizer)
+        for flag in scaler._found_inf_per_device(optimizer).values():
+            flag.mul_(2.0)  # as of summed ones
+        scaler.step(optimizer)
+        assert optimizer.handed[0][1].item() == 1.0
+        assert_same([each.contiguous() for each in grads], before)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_users_own_grad_scale_is_refused(when: str) -> None:
+    gradient = torch.tensor([24.0, 32.0])
+    optimizer, scaler = Watched(gradient.clone()), started(scale=8.0)
+    if when == "after":
+        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    optimizer.grad_scale = torch.tensor(2.0)
+    with pytest.raises(ValueError, match="sets the grad_scale of Watched, which has one already"):
+        if when == "after":
+            scaler.step(optimizer)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert optimizer.handed == []
+    assert_same(grads_in(optimizer), [gradient])
+    del optimizer.grad_scale
+    if when == "before":
+        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    scaler.step(optimizer)
+    assert_same(optimizer.handed[0][0], divisor_of(8.0, torch.tensor(5.0), 1.0))
+
+
+def test_a_deferred_clipping_ends_with_the_iteration() -> None:
+    optimizer = Watched(torch.tensor([24.0, 32.0], dtype=torch.float16))  # only read
+    scaler = started(scale=8.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, in_place=False).item() == 5.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler._per_optimizer_states == {}
+    scaler.step(optimizer)
+    assert optimizer.handed[1][0].item() == 8.0
+    scaler.update()
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+
+
+def test_a_legacy_optimizer_gets_written_gradients() -> None:
+    gradient = torch.tensor([24.0, 32.0])
+    legacy, watched = Legacy([parameter_with(gradient.clone())], lr=1.0), Watched(gradient)
+    scaler = started(scale=8.0)
+    norm = scaler.clip_grad_norm_([legacy, watched], 1.0, in_place=False)
+    expected = torch.tensor([3.0, 4.0]) * coefficient_of(norm, 1.0).float()
+    assert_same(grads_in(legacy, watched), [expected, torch.tensor([24.0, 32.0])])
+    scaler.step(watched)
+    assert_same(watched.handed[0][0], divisor_of(8.0, norm, 1.0))
+
+
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
+@pytest.mark.parametrize("above", [None, 100.0])
+def test_a_gradient_that_overlaps_itself_is_refused(kind: str, above: float | None) -> None:
+    """A fused kernel would write behind its memory."""
+    optimizer = OPTIMIZERS[kind]([torch.nn.Parameter(torch.zeros(3, 4))])
+    [param] = optimizer.param_groups[0]["params"]
+    param.grad = torch.arange(1.0, 5.0).expand(3, 4)
+    scaler = started(skip_above=above)
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] == {}
+    assert param.grad.eq(torch.arange(1.0, 5.0)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from support.captures import pretend_capture
 from support.comparison import assert_same, outcome
 from support.gradients import make_gradient, parameter_with
 from support.launchers import ReferenceLauncher
-from support.models import clip_by_hand
+from support.models import clip_by_hand, exact_norm
 from support.steps import host_reads
 from torch import Tensor
 from torch.nn import utils
@@ -228,3 +229,33 @@ def test_a_norm_beyond_float16_clips_by_its_value() -> None:
     assert_same(ours[0].grad, torch.ones_like(large))
     with pytest.raises(RuntimeError, match="is non-finite"):
         functional.clip_grad_norm_(with_grads(large), 4.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lists_beside_torch_and_the_rule_in_float64(seed: int) -> None:
+    """Of small whole numbers, whose squares add up exactly."""
+    chance = random.Random(seed)
+    dtypes = chance.choice([(torch.float32,), (torch.float32, torch.float64, torch.bfloat16)])
+
+    def grad() -> Tensor:
+        drawn = torch.randint(-8, 9, (chance.choice((1, 3, 33, 5000)),))
+        drawn = drawn.to(chance.choice(dtypes))
+        if chance.random() < 0.05:
+            drawn[chance.randrange(len(drawn))] = chance.choice([INF, math.nan])
+        return drawn
+
+    params = with_grads(*(grad() for _ in range(chance.randint(1, 6))))
+    theirs, rule = (with_grads(*(p.grad for p in params)) for _ in range(2))
+    limit, order = chance.choice([0.5, 4.0, 1e6]), chance.choice([2, "inf"])
+    given = chance.choice([params, iter(params), tuple(params), params[::-1]])
+    norm = functional.clip_grad_norm_(given, limit, order)
+    exact = torch.tensor(exact_norm([p.grad for p in rule], 1.0, float(order)), dtype=torch.float64)
+    wide = norm.dtype if norm.dtype is torch.float64 else torch.float32
+    assert_same(norm, exact.to(wide).to(norm.dtype))
+    clip_by_hand(rule, exact.to(wide), limit)
+    assert_same([p.grad for p in params], [p.grad for p in rule])
+    # torch rounds the norm of 16-bit gradients, and the coefficient, to 16 bits.
+    loose = 0.02 if torch.bfloat16 in {p.dtype for p in params} else 1e-5
+    close = partial(torch.testing.assert_close, equal_nan=True, rtol=loose, atol=loose)
+    close(norm, utils.clip_grad_norm_(theirs, limit, order))
+    close([p.grad for p in params], [p.grad for p in theirs])

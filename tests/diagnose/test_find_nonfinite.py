@@ -293,14 +293,19 @@ def test_passes_end_after_a_forward_that_raises(error: type[BaseException]) -> N
         lambda x: torch.complex(x.float(), x.float()),
     ],
 )
-def test_dtypes_and_layouts(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
-    model = chain(layout)
-    finder = ampfast.find_nonfinite(model)
-    model(torch.ones(4, 8, dtype=dtype))
-    assert finder.report() is None
+def test_dtypes_also_by_default_and_layouts(
+    dtype: torch.dtype, layout: Callable[[Tensor], Tensor], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(dtype)
+    finder = ampfast.find_nonfinite(model := chain(layout))
     with torch.inference_mode():
-        output = model(torch.full((4, 8), INF, dtype=dtype))
-    assert (finder.report() is None) is (output.numel() == 0)
+        model(torch.ones(4, 8))
+    assert finder.report() is None
+    output = model(torch.full((4, 8), INF))
+    fault = finder.report()
+    assert (fault is None) is (output.numel() == 0)
+    assert fault is None or told(fault, dtype=output.dtype, passes_ago=0)
 
 
 def test_tensors_in_structures_and_keywords() -> None:
@@ -485,19 +490,6 @@ def test_in_compiled_functions(name: str, is_whole: bool) -> None:
             warnings.simplefilter("error")
             torch.compile(other, backend="eager", fullgraph=True)(torch.rand(4, 8))
     assert told(finder.report(), module=module, where=where, kind=kind, inputs_finite=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_default_dtypes_and_a_first_pass_in_inference_mode(
-    dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
-    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    torch.set_default_dtype(dtype)
-    with ampfast.find_nonfinite(model := chain(lambda x: x * INF)) as finder:
-        with torch.inference_mode():
-            model(torch.ones(2, 4)[:, ::2])
-        model(torch.ones(2, 4)[:, ::2])
-    assert told(finder.report(), dtype=dtype, passes_ago=0, largest=1.0)
 
 
 def test_what_is_no_module_is_refused() -> None:

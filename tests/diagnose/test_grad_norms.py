@@ -80,22 +80,6 @@ def test_norms_of_unscaled_gradients_before_clipping(
         assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
 
 
-@BY_KIND
-def test_the_training_is_as_without(kind: str, way: str) -> None:
-    ends = []
-    for track in (None, "norms"):
-        params = parameters(torch.bfloat16 if kind == "masters" else torch.float32)
-        optimizer, scaler = KINDS[kind](params), started(GradScaler, track=track)
-        for step in range(5):
-            fill(params, step, scaler.get_scale())
-            if step == 2:
-                params[1].grad.view(-1)[3] = math.inf
-            scaler.scale(torch.ones(()))
-            take(scaler, optimizer, way)
-        ends.append([*(param.detach() for param in params), scaler.state_dict()])
-    assert_same(*ends)
-
-
 def test_last_mean_and_largest_of_the_last_128_steps() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = KINDS["plain"]([param]), started(GradScaler, track="norms")

@@ -239,16 +239,6 @@ def test_a_scale_of_zero_makes_zeros_infinite_as_others() -> None:
     assert kinds(report_of(scaler, optimizer)) == [(0, "inf"), (1, "inf")]
 
 
-@pytest.mark.parametrize("track", ["overflow", "modules", "norms"])
-def test_a_disabled_scaler_clips(track: str) -> None:
-    scaler = GradScaler("cpu", enabled=False, track=track)
-    optimizer = sgd([parameter_with(torch.tensor([3.0, 4.0]))])
-    assert scaler.grad_norm(optimizer) == scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
-    assert scaler.grad_norm(optimizer) == pytest.approx(1.0, abs=1e-6)
-    scaler.name_parameters(net())
-    assert scaler.overflow_report().step is None
-
-
 def test_parameters_that_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler, params = started(track="overflow"), parameters(INF, 1.0)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": params}], step=lambda: None)

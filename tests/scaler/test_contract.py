@@ -147,17 +147,6 @@ def update_with_odd_settings(setting: tuple[str, Any, float], kind: Scaler) -> A
     return [[type(e).__name__ for e in errors], scaler._scale, scaler._growth_tracker, weight]
 
 
-@scenario_of([False, True])
-def inside_inference_mode(fused: bool, kind: Scaler) -> Any:
-    with torch.inference_mode():
-        scaler, p = started(kind, 3.0), six(3)
-        optimizer = torch.optim.Adam([p], lr=0.1, fused=fused)
-        for _ in range(2):
-            scaler.step(optimizer)
-            scaler.update()
-    return [p.grad.clone(), p.detach().clone(), scaler.get_scale()]
-
-
 @scenario
 def under_another_default_dtype(kind: Scaler) -> Any:
     torch.set_default_dtype(torch.float64)

@@ -27,8 +27,9 @@ def test_random_programs_agree(start: int) -> None:
                 pytest.fail(explain(seed, found, watch), pytrace=False)
 
 
-def test_tracking_changes_nothing() -> None:
-    sides = (*VARIANTS["plain"][:2], {"track": "overflow"})
+@pytest.mark.parametrize("track", ["overflow", "norms"])
+def test_tracking_changes_nothing(track: str) -> None:
+    sides = (*VARIANTS["plain"][:2], {"track": track})
     for seed in range(FIRST, FIRST + PROGRAMS // 15):
         plan, program = draw_program(seed)
         with threads(1):

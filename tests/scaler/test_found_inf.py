@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import types
-import weakref
 from typing import Any
 
 import pytest
@@ -119,18 +118,3 @@ def test_ids_that_come_back_say_nothing(make: Any) -> None:
             gc.collect(0)
     if make is not namespace:
         assert len(seen) < 200, "no id came back, so this proves nothing"
-
-
-@pytest.mark.parametrize("update", [True, False])
-@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_optimizers_and_gradients_are_not_kept_alive(kind: str, update: bool) -> None:
-    scaler, optimizer = started(), optimizer_of(kind)
-    scaler.step(optimizer)
-    assert not scaler.step_skipped(optimizer)
-    if update:
-        scaler.update()
-    parameter = optimizer.param_groups[0]["params"][0]
-    dying = [weakref.ref(x) for x in (optimizer, parameter, parameter.grad)]
-    del optimizer, parameter
-    gc.collect()
-    assert [ref() for ref in dying] == [None] * 3

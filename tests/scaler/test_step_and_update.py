@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from support.comparison import TorchScaler, assert_same, outcome
-from support.steps import assert_sides_same, side
+from support.optimizers import OPTIMIZERS
+from support.steps import Training
 
 from ampfast import GradScaler
 
 
-class Trial:
-    """Several small models that share one scaler."""
+class Trial(Training):
+    """Several optimizers that share one scaler."""
 
     def __init__(self, scaler_type: type, kinds: tuple[str, ...]) -> None:
-        arguments = {"init_scale": 2.0**10, "growth_interval": 2, "growth_factor": 1.7}
-        self.sides = [side(scaler_type, kind, i, **arguments) for i, kind in enumerate(kinds)]
-        self.scaler: Any = self.sides[0].scaler
-        for each in self.sides:
-            each.scaler = self.scaler
-        self.optimizers = [each.optimizer for each in self.sides]
-
-    def backward(self, seed: int, bad: bool = False) -> None:
-        for each in self.sides:
-            each.optimizer.zero_grad()
-            self.scaler.scale(each.loss(seed)).backward()
-        if bad:
-            next(self.sides[0].model.parameters()).grad.view(-1)[3] = math.inf
+        scaler = scaler_type("cpu", init_scale=2.0**10, growth_interval=2, growth_factor=1.7)
+        super().__init__(scaler, [OPTIMIZERS[kind] for kind in kinds])
+        self.given = self.optimizers
 
     def end(self) -> list[Any]:
         """In one call of ours, in several of torch's."""
         if isinstance(self.scaler, GradScaler):
-            return self.scaler.step_and_update(*self.optimizers)
-        results = [self.scaler.step(optimizer) for optimizer in self.optimizers]
+            return self.scaler.step_and_update(*self.given)
+        results = [self.scaler.step(optimizer) for optimizer in self.given]
         self.scaler.update()
         return results
 
-    def same_as(self, other: Trial) -> None:
-        for ours, theirs in zip(self.sides, other.sides, strict=True):
-            assert_sides_same(ours, theirs)
+
+def assert_ends_alike(trials: Sequence[Trial]) -> None:
+    assert_same(*(each.observe() for each in trials))
 
 
 @pytest.fixture(params=["cpu", "launcher"])
@@ -59,11 +50,11 @@ def test_a_step_that_raises_leaves_the_scale_alone(kinds: tuple[str, ...], index
     def step(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room")
 
-    ours, theirs = Trial(GradScaler, kinds), Trial(TorchScaler, kinds)
-    for trial in (ours, theirs):
-        trial.backward(0)
+    trials = [Trial(each, kinds) for each in (GradScaler, TorchScaler)]
+    for trial in trials:
+        trial.backward(1.0, 2.0)
         trial.end()
-        trial.backward(1)
+        trial.backward(3.0, 1.0)
         trial.optimizers[index].step = step
         with pytest.raises(MemoryError, match="no room"):
             trial.end()
@@ -73,12 +64,12 @@ def test_a_step_that_raises_leaves_the_scale_alone(kinds: tuple[str, ...], index
             # fused optimizer.
             for name in ("step", "grad_scale", "found_inf"):
                 optimizer.__dict__.pop(name, None)
-    assert ours.scaler.stats().steps == 1
-    ours.same_as(theirs)
+    assert trials[0].scaler.stats().steps == 1
+    assert_ends_alike(trials)
     # A loop that catches the error goes on with update().
-    for trial in (ours, theirs):
+    for trial in trials:
         trial.scaler.update()
-    ours.same_as(theirs)
+    assert_ends_alike(trials)
 
 
 def no_gradients(trial: Trial) -> None:
@@ -86,26 +77,26 @@ def no_gradients(trial: Trial) -> None:
 
 
 def stepped(trial: Trial) -> None:
-    trial.backward(0)
+    trial.backward(1.0, 2.0)
     trial.scaler.step(trial.optimizers[0])
 
 
 def unscaled(trial: Trial) -> None:
-    trial.backward(0, bad=True)
+    trial.backward(math.inf, 2.0)
     trial.scaler.unscale_(trial.optimizers[0])
 
 
 def checked(trial: Trial) -> None:
     """By a check of the same optimizer that does not count."""
-    trial.backward(0, bad=True)
+    trial.backward(math.inf, 2.0)
     trial.scaler._check_inf_per_device(trial.optimizers[0])
-    trial.backward(0)
+    trial.backward(1.0, 2.0)
 
 
 def without_optimizers(trial: Trial) -> None:
-    trial.backward(0, bad=True)
+    trial.backward(math.inf, 2.0)
     trial.scaler.step(trial.optimizers[0])
-    trial.optimizers = []
+    trial.given = []
 
 
 @pytest.mark.usefixtures("kernels")
@@ -114,16 +105,16 @@ def without_optimizers(trial: Trial) -> None:
 def test_errors_and_states_match_separate_calls(
     kinds: tuple[str, ...], prepare: Callable[[Trial], None]
 ) -> None:
-    ours, theirs = Trial(GradScaler, kinds), Trial(TorchScaler, kinds)
-    for trial in (ours, theirs):
+    trials = [Trial(each, kinds) for each in (GradScaler, TorchScaler)]
+    for trial in trials:
         prepare(trial)
-    assert_same(*(outcome(trial.end).comparable()[:2] for trial in (ours, theirs)))
-    ours.same_as(theirs)
+    assert_same(*(outcome(trial.end).comparable()[:2] for trial in trials))
+    assert_ends_alike(trials)
     # An update that could not ride rides in no later check.
-    for trial in (ours, theirs):
+    for trial in trials:
         trial.scaler._per_optimizer_states.clear()
-        trial.backward(1)
-        for each in trial.sides:
-            trial.scaler.step(each.optimizer)
+        trial.backward(3.0, 1.0)
+        for optimizer in trial.optimizers:
+            trial.scaler.step(optimizer)
         trial.scaler.update()
-    ours.same_as(theirs)
+    assert_ends_alike(trials)

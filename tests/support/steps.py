@@ -220,12 +220,11 @@ class Training:
         way: How `take_step` ends an iteration.
     """
 
-    def __init__(
-        self, scaler: Any, make: Callable[..., Any] = adamw, count: int = 1, way: str = "step"
-    ) -> None:
+    def __init__(self, scaler: Any, make: Any = adamw, count: int = 1, way: str = "step") -> None:
         self.scaler, self.way = scaler, way
-        self.params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(count)]
-        self.optimizers = [make([param]) for param in self.params]
+        kinds = [make] * count if callable(make) else make
+        self.params = [torch.nn.Parameter(torch.zeros(2)) for _ in kinds]
+        self.optimizers = [kind([param]) for kind, param in zip(kinds, self.params, strict=True)]
         self.param, self.optimizer = self.params[0], self.optimizers[0]
         scaler.scale(torch.ones(()))
 
@@ -240,6 +239,18 @@ class Training:
             self.backward(norm)
             take_step(self.scaler, self.optimizer, way=self.way)
         return self
+
+    def observe(self) -> dict[str, Any]:
+        """State to compare with that of another training."""
+        return {
+            "params": [[param.detach(), param.grad] for param in self.params],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": [self.scaler._scale, self.scaler._growth_tracker, self.scaler.state_dict()],
+            "records": [
+                {"stage": record["stage"], "flags": list(record["found_inf_per_device"].values())}
+                for record in self.scaler._per_optimizer_states.values()
+            ],
+        }
 
 
 RANKS = str(Path(dist.__file__).parent)
