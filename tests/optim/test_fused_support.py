@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.captures import pretend_capture
 from support.comparison import FLOATS
+from support.optimizers import Reader
 
 import ampfast
 
@@ -103,25 +104,14 @@ class Forwarding(torch.optim.Optimizer):
         del inner.grad_scale, inner.found_inf
 
 
-class OfClass(torch.optim.Optimizer):
-    """Divides and skips on its own."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if not self.found_inf:
-                    param -= 0.125 * param.grad / (self.grad_scale or 1)
-
-
 class Subclass(torch.optim.SGD):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, fused=True)
+
+
+def reader(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Divides and skips on its own."""
+    return Reader(inner.param_groups, lr=0.125)
 
 
 def itself(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -129,7 +119,7 @@ def itself(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 DIVIDING: list[Callable[[Any], Any]] = [
-    *(itself, Subclass, Forwarding, OfClass, ampfast.master_weights_)
+    *(itself, Subclass, Forwarding, reader, ampfast.master_weights_)
 ]
 
 

@@ -92,7 +92,10 @@ class Reader(torch.optim.SGD):
                 for p in group["params"]:
                     if p.grad is not None:
                         grad = p.grad.to_dense()
-                        p.sub_(grad if scale is None else grad / scale.to(grad.dtype), alpha=0.25)
+                        p.sub_(
+                            grad if scale is None else grad / scale.to(grad.dtype),
+                            alpha=group["lr"],
+                        )
         # Without gradients torch sets the integer 0, ampfast a tensor.
         return [float(flag), scale]
 
@@ -101,7 +104,7 @@ KINDS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     **OPTIMIZERS,
     "bare": Bare,
     "legacy": lambda params: Legacy(params, lr=0.1),
-    "reader": lambda params: Reader(params, lr=0.1),
+    "reader": lambda params: Reader(params, lr=0.25),
 }
 READS_SCALE = (*FUSED, "reader")
 
