@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,48 +40,33 @@ class _Swap:
     derived_before: list[type]
     torchs: dict[Any, Any] = field(default_factory=dict)  # by stand-in
     replaced: list[str] = field(default_factory=list)
-    # Held, since a module may leave sys.modules before `unpatch()`.
-    namespaces: list[dict[str, Any]] = field(default_factory=list)
-    open_blocks: int = 0
-    ends_with_block: bool = False
 
 
 _swap: _Swap | None = None
 
 
+@dataclass(eq=False)
 class Patch:
     """Result of `patch()`; as a context manager, it calls `unpatch()` at the end of the block.
 
-    A block within a patched program leaves it patched. Of overlapping blocks, the last to end
-    restores the names.
+    A block within a patched program, or within another block, leaves it patched.
 
     Attributes:
         replaced: Names of ampfast's class or functions now, as "module.name".
         derived_before: Subclasses defined before the patch, which still run torch's code.
     """
 
-    def __init__(self, swap: _Swap, began: bool, clip_grad_norm: bool = False) -> None:
-        self.replaced, self.derived_before = swap.replaced, swap.derived_before
-        self._swap, self._began, self._clips = swap, began, clip_grad_norm
+    replaced: list[str]
+    derived_before: list[type]
+    _ends: _Swap | None = field(repr=False)
 
     def __enter__(self) -> Patch:
-        with _lock:
-            if self._swap is not _swap:
-                vars(self).update(vars(patch(clip_grad_norm=self._clips)))
-            self._swap.open_blocks += 1
-            self._swap.ends_with_block |= self._began
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         with _lock:
-            self._swap.open_blocks -= 1
-            over = self._swap.ends_with_block and self._swap.open_blocks == 0
-            if over and self._swap is _swap:
+            if self._ends is not None and self._ends is _swap:
                 unpatch()
-
-    def __repr__(self) -> str:
-        lists = ("replaced", "derived_before")
-        return f"<ampfast.patch(): {', '.join(f'{name}={getattr(self, name)}' for name in lists)}>"
 
 
 def patch(*, clip_grad_norm: bool = False) -> Patch:
@@ -91,7 +76,8 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
     `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and the names that loaded modules have
     for them, as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere,
     such as in a dict or a default argument, stays torch's. Existing scalers are unchanged
-    and still pass `isinstance(x, torch.amp.GradScaler)`. Existing subclasses are unchanged, too; to
+    and still pass `isinstance(x, torch.amp.GradScaler)`; while patched they can be copied, not
+    pickled. Existing subclasses are unchanged, too; to
     derive one from ampfast's class, import its module after `patch()`. A subclass requires that if
     its methods name the base class, as in `GradScaler.step(self, ...)`.
 
@@ -123,31 +109,23 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             # Set first, so that unpatch() can undo an interrupted walk.
             _swap = _Swap(list(_derived_before(stand_ins)))
             _replace(_swap, stand_ins)
-            for torchs in stand_ins:
-                copyreg.dispatch_table.setdefault(torchs, _reduce_torch_scaler)
         if clip_grad_norm and torch_functions.stand_in_clip_grad_norm_ not in _swap.torchs:
             theirs = {name: getattr(torch_functions, f"torch_{name}") for name in _CLIP_NAMES}
             ours = (getattr(torch_functions, f"stand_in_{name}") for name in _CLIP_NAMES)
             _replace(_swap, dict(zip(theirs.values(), ours, strict=True)))
-            for name, torchs in theirs.items():
-                # Where pickle finds it, whose own name is the stand-in's while patched.
-                torchs.__module__, torchs.__qualname__ = torch_functions.__name__, f"torch_{name}"
             loop_checks.start(grad_scaler.GradScaler)
-        return Patch(_swap, began, clip_grad_norm)
+        return Patch(_swap.replaced, _swap.derived_before, _swap if began else None)
 
 
 def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
     """Replaces torch's classes or functions by stand-ins."""
     swap.torchs.update((ours, torchs) for torchs, ours in stand_ins.items())
     for module, namespace in _namespaces():
-        held = _names_of(stand_ins, namespace)
-        for name, torchs in held:
+        for name, torchs in _names_of(stand_ins, namespace):
             # torch's clip_grad_norm_ calls its parts by private names.
             if module != _CLIP_MODULE or not name.startswith("_"):
                 namespace[name] = stand_ins[torchs]
                 swap.replaced.append(f"{module}.{name}")
-        if held:
-            swap.namespaces.append(namespace)
 
 
 def unpatch() -> None:
@@ -161,14 +139,9 @@ def unpatch() -> None:
         swap = _swap
         if swap is None:
             return
-        for namespace in [*dict(_namespaces()).values(), *swap.namespaces]:
+        for _, namespace in _namespaces():
             for name, ours in _names_of(swap.torchs, namespace):
                 namespace[name] = swap.torchs[ours]
-        for torchs in swap.torchs.values():
-            if copyreg.dispatch_table.get(torchs) is _reduce_torch_scaler:
-                del copyreg.dispatch_table[torchs]
-            if isinstance(torchs, FunctionType):
-                torchs.__module__, torchs.__qualname__ = _CLIP_MODULE, torchs.__name__
         loop_checks.stop()
         _swap = None
 
@@ -233,15 +206,6 @@ def _reduce_stand_in(cls: type) -> Any:
 
 
 copyreg.pickle(_StandIn, _reduce_stand_in)
-
-
-def _reduce_torch_scaler(scaler: Any) -> tuple[Any, ...]:
-    # Pickle looks torch's class up by its name, which finds the stand-in while patched.
-    return _new_torch_scaler, (type(scaler).__module__,), scaler.__getstate__()
-
-
-def _new_torch_scaler(module: str) -> Any:
-    return object.__new__(_stand_in(module)._stands_for)
 
 
 def _is_ampfast(module: str) -> bool:

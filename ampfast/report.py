@@ -1,20 +1,17 @@
-"""Statistics and history of a scaler, with plots and TensorBoard scalars."""
+"""Statistics and history of a scaler, with plots and figures for loggers."""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from ampfast.scaler.history import History, ScalerStats
 
 if TYPE_CHECKING:
     from ampfast.scaler.grad_scaler import GradScaler
 
-__all__ = ["History", "ScalerStats", "figures", "log", "plot"]
+__all__ = ["History", "ScalerStats", "figures", "plot"]
 
 
 def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
@@ -43,41 +40,6 @@ def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
     if len(norms):
         found["grad_norm"], found["largest_grad_norm"] = float(norms[-1]), float(norms.max())
     return found
-
-
-def log(
-    writer: Any,
-    step: int,
-    stats: ScalerStats,
-    prefix: str = "scaler/",
-    *,
-    grad_norm: float | Tensor | None = None,
-    skip_reason: str | None = None,
-) -> None:
-    """Writes every field of `stats` as a scalar, and the norm of the step and why it was skipped.
-
-    Args:
-        writer: Object with `add_scalar(tag, value, step)`, such as TensorBoard's `SummaryWriter`.
-        step: Global step of the scalars.
-        stats: Result of `GradScaler.stats()`.
-        prefix: Prefix of the tags.
-        grad_norm: Result of `clip_grad_norm_` or `grad_norm`, written as "grad_norm"; a tensor on a
-            GPU makes the host wait.
-        skip_reason: Result of `GradScaler.skip_reason()`, written as a 1 for "skipped_nonfinite" or
-            "skipped_spike".
-
-    Raises:
-        TypeError: If `stats` is not a `ScalerStats`.
-    """
-    if not isinstance(stats, ScalerStats):
-        raise TypeError(f"stats must be a ScalerStats, got {type(stats).__name__}")
-    scalars = asdict(stats)
-    if grad_norm is not None:
-        scalars["grad_norm"] = float(grad_norm)
-    if skip_reason is not None:
-        scalars[f"skipped_{skip_reason}"] = 1
-    for name, value in scalars.items():
-        writer.add_scalar(prefix + name, value, step)
 
 
 def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:

@@ -14,14 +14,6 @@ from ampfast.report import History, ScalerStats
 STATS = ScalerStats(10, 2, 1, 2, 0, 4.0, 3, 1)
 
 
-class Writer:
-    def __init__(self) -> None:
-        self.written: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self.written.append((tag, scalar_value, global_step))
-
-
 def history(norms: bool = True) -> History:
     count = 40
     skipped = torch.zeros(count, dtype=torch.bool)
@@ -40,32 +32,9 @@ def history(norms: bool = True) -> History:
     )
 
 
-def test_log() -> None:
-    writer = Writer()
-    report.log(writer, 7, STATS)
-    assert writer.written == [
-        ("scaler/steps", 10, 7),
-        ("scaler/skipped", 2, 7),
-        ("scaler/growths", 1, 7),
-        ("scaler/backoffs", 2, 7),
-        ("scaler/consecutive_skips", 0, 7),
-        ("scaler/scale", 4.0, 7),
-        ("scaler/growth_tracker", 3, 7),
-        ("scaler/spikes", 1, 7),
-    ]
-    writer.written.clear()
-    report.log(writer, 8, STATS, prefix="amp/")
-    assert writer.written[0] == ("amp/steps", 10, 8)
-    report.log(writer, 7, STATS, grad_norm=torch.tensor(1.5), skip_reason=None)
-    assert writer.written[-1] == ("scaler/grad_norm", 1.5, 7)
-    report.log(writer, 8, STATS, "amp/", grad_norm=2, skip_reason="spike")
-    assert writer.written[-2:] == [("amp/grad_norm", 2.0, 8), ("amp/skipped_spike", 1, 8)]
-    with pytest.raises(AttributeError, match="'object' object has no attribute 'add_scalar'"):
-        report.log(object(), 1, STATS)
+def test_figures_of_a_scale_of_zero() -> None:
     with pytest.warns(UserWarning, match="The scale is 0"):
         assert "log2_scale" not in report.figures(GradScaler("cpu", init_scale=0.0))
-    with pytest.raises(TypeError, match="must be a ScalerStats, got GradScaler"):
-        report.log(writer, 1, GradScaler("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("norms", [False, True])

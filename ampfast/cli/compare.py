@@ -74,26 +74,24 @@ def _compared(theirs: list[_Record], ours: list[_Record], again: list[_Record]) 
     first, broken = (_first(each) for each in (differences, _differences(theirs, again)))
     is_equal = len(ours) == len(theirs) and first is None
     is_broken = broken is not None and (first is None or broken <= first)
-    kept = zip(theirs, ours, again, differences, strict=False)
     return {
         "verdict": "equal" if is_equal else "not repeatable" if is_broken else "different",
         "torch_again": {"first_difference": broken},
         "scalers": [
             {
-                "torch": _short(a),
-                "ampfast": _short(b),
-                "again": _short(c),
+                "torch": _summary(a),
+                "ampfast": _summary(b),
+                "again": _summary(c),
                 "first_differences": found,
             }
-            for a, b, c, found in kept
+            for a, b, c, found in zip(theirs, ours, again, differences, strict=False)
         ],
     }
 
 
-def _short(record: _Record) -> _Record:
-    left_out = ("told", "values")
-    facts = {name: value for name, value in record.items() if name not in left_out}
-    return {**facts, "losses": len(record["values"]["losses"])}
+def _summary(record: _Record) -> _Record:
+    losses = len(record["values"]["losses"])
+    return {**{k: v for k, v in record.items() if k not in ("told", "values")}, "losses": losses}
 
 
 def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:

@@ -6,10 +6,8 @@ import inspect
 import io
 import json
 import os
-import pkgutil
 import runpy
 import sys
-import threading
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
@@ -24,15 +22,9 @@ from ampfast.scaler import loop_checks
 _OUTER = (__file__, runpy.run_module.__code__.co_filename)
 # Scalers that are described.
 _MOST = 4
-# Seconds that a program has for its end, after the asked number of steps.
-_PATIENCE = 10.0
 _NO_SCALER = (
     "the program used no gradient scaler in this process (one that it started by multiprocessing "
     "has ampfast's, and no line; other ones have torch's)"
-)
-_NOTEBOOK = (
-    "is a notebook, which Python does not run: call ampfast.patch() in its first cell, or run "
-    "what `jupyter nbconvert --to script` makes of it"
 )
 
 
@@ -81,8 +73,7 @@ def run(
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
 
     Args:
-        program: Path of a script, or of a folder or zip file with a ``__main__.py``, or name of a
-            module.
+        program: Path of a script, or name of a module.
         arguments: The program's own arguments.
         is_module: Whether it is a module, as after ``python -m``.
         record: File for the records of all scalers, as JSON, instead of the line.
@@ -96,34 +87,29 @@ def run(
         The exit code 0; 2 without this script. Exceptions are the program's own.
     """
     path = os.path.abspath(program)
-    fault = None if is_module else _fault_of(program)
-    if fault is not None:
-        print(f"ampfast: {fault}", file=sys.stderr)
+    if not (is_module or os.path.exists(program)):
+        print(f"ampfast: there is no script {program!r}", file=sys.stderr)
         return 2
     # ampfast's classes, and torch's, from which they derive.
     kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
-    process, failed, is_over = os.getpid(), False, threading.Event()
+    process, failed, is_over = os.getpid(), False, False
     steps = None if log is None or not is_first_rank() else StepLog(log)
 
     def finish() -> None:
         # Neither in a fork of the program's, nor a second time.
-        if os.getpid() == process and not is_over.is_set():
+        if os.getpid() == process and not is_over:
             if steps is not None:
-                for one in watch.records.values():
-                    steps.write(one.scaler)
+                steps.write()
             _report(watch, record, failed)
 
     def ended(one: Record) -> None:
+        nonlocal is_over
         if steps is not None and os.getpid() == process:
-            steps.see(one.scaler, one.steps)
-        if one.steps == stop and not is_over.is_set():
+            steps.see(one.scaler)
+        if one.steps == stop and not is_over:
             finish()
-            is_over.set()
-            # Where the exception is caught, or a thread or an exit function lasts.
-            last = threading.Timer(_PATIENCE, os._exit, [0])
-            last.daemon = True
-            last.start()
-        if is_over.is_set():
+            is_over = True
+        if is_over:
             raise _Ended(0)
 
     watch = Watch(*kinds, keeps_values=record is not None, ended=ended)
@@ -137,7 +123,7 @@ def run(
     try:
         _execute(program, path, is_module)
     except BaseException as error:
-        if is_over.is_set():
+        if is_over:
             return 0
         failed = not isinstance(error, SystemExit) or bool(error.code)
         trace = error.__traceback__
@@ -149,25 +135,14 @@ def run(
     return 0
 
 
-def _fault_of(program: str) -> str | None:
-    if not os.path.exists(program):
-        return f"there is no script {program!r}"
-    return f"{program!r} {_NOTEBOOK}" if program.endswith(".ipynb") else None
-
-
 def _execute(program: str, path: str, is_module: bool) -> None:
     """Runs the program as `__main__`, also of the functions that run at exit."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
-    is_safe = getattr(sys.flags, "safe_path", False)  # -P: the first place is no program's
     if is_module:
         runpy._run_module_as_main(program)  # type: ignore[attr-defined]
-    elif pkgutil.get_importer(path) is not None:  # a folder or zip file
-        sys.path[: not is_safe] = [path]
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        if not is_safe:
-            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
         vars(main).update(__file__=path, __cached__=None)
         with io.open_code(path) as source:
             code = compile(source.read(), path, "exec")
@@ -186,9 +161,6 @@ def _report(watch: Watch, file: str | None, failed: bool) -> None:
         for number, line in enumerate(lines, start=1):
             which = f" scaler {number}:" if len(records) > 1 else ""
             print(f"ampfast:{which} {line}", file=sys.stderr)
-        if len(records) > _MOST:
-            more = f"{len(records) - _MOST} more scalers: is one made in every step?"
-            print(f"ampfast: {more}", file=sys.stderr)
         for one in records[:_MOST]:
             if getattr(one.scaler, "_track", None) is not None:
                 print(one.scaler._report_or_reason(), file=sys.stderr)

@@ -88,10 +88,11 @@ class Record:
 
     def see(self, outputs: Any) -> Any:
         """Keeps the losses in an argument of `scale`; returns what takes the argument's place."""
-        return visited(outputs, self._see_loss)
 
-    def _see_loss(self, loss: Tensor) -> None:
-        self._keep("losses", getattr(loss, "to_local", lambda: loss)().detach().sum())
+        def keep(loss: Tensor) -> None:
+            self._keep("losses", getattr(loss, "to_local", lambda: loss)().detach().sum())
+
+        return visited(outputs, keep)
 
     def see_state(self) -> None:
         """Keeps the scale and the flags that `update` is about to use."""
@@ -187,15 +188,11 @@ class Watch:
             elif self._keeps_values and name in _ENDS:
                 record.see_state()
             try:
-                result = self._clocked(record, 1, method, scaler, *args, **kwargs)
-            except FloatingPointError:
-                if name in _ENDS:  # max_skips raises after the update
+                return self._clocked(record, 1, method, scaler, *args, **kwargs)
+            finally:
+                if name in _ENDS:  # also where max_skips raises, after the update
                     record.end()
-                raise
-            if name in _ENDS:
-                record.end()
-                self._ended(record)
-            return result
+                    self._ended(record)
 
         return call
 

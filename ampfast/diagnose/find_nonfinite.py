@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ampfast import backends
@@ -41,8 +40,6 @@ _CALLED = torch.nn.Module._wrapped_call_impl.__code__
 _MARK: Any = "ampfast"
 # Numbers reads in their order, over all models.
 _TIME = count()
-# What holds no tensors, as most arguments that are none.
-_PLAIN = {bool, float, int, str, type(None)}
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ class _Watch:
     """
 
     def __init__(self, finder: NonFiniteFinder, module: torch.nn.Module) -> None:
-        self.finder, self._module = finder, weakref.ref(module)
+        self.finder, self.module, self.is_off = finder, weakref.ref(module), False
         self.name, self.type, self.is_root = "", type(module).__name__, False
         # Of another finder, or a compiled call.
         self.inner: Any = vars(module).get(_PLACE)
@@ -246,8 +243,12 @@ class _Watch:
         module._forward_hooks_with_kwargs[_MARK] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._module()
-        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        module: Any = self.module()
+        if (
+            self.is_off
+            or torch.compiler.is_exporting()
+            or torch._C._get_tracing_state() is not None
+        ):
             return (self.inner or module._call_impl)(*args, **kwargs)
         running = self.finder.running.passes
         depth = len(running)
@@ -283,7 +284,7 @@ class NonFiniteFinder:
     def __init__(self, words: Callable[[], Tensor | None] | None = None) -> None:
         self.words = words or (lambda: None)
         self._needs_graph = words is not None
-        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._watches: dict[int, _Watch] = {}  # by the id of a module
         self._passes: deque[_Pass] = deque()
         self.running = _Running()
         # Tables of earlier passes by device, to take from. New ones at every pass would have
@@ -304,32 +305,29 @@ class NonFiniteFinder:
         ignored = torch.jit._recursive.ignored_attributes
         if _PLACE not in ignored:
             ignored.append(_PLACE)
-        self._modules = [each for each in self._modules if each() is not None]
+        self._watches = {k: each for k, each in self._watches.items() if each.module() is not None}
         for name, module in model.named_modules():
-            own = next((each for each in _watches(module) if each.finder is self), None)
-            if own is None:
-                own = _Watch(self, module)
-                self._modules.append(weakref.ref(module))
+            own = self._watches.get(id(module)) or _Watch(self, module)
             own.name, own.is_root = name, module is model
+            self._watches[id(module)] = own
 
     def remove(self) -> None:
         """Ends the watch; what was found stays."""
-        for module in filter(None, (each() for each in self._modules)):
-            watches = _watches(module)
-            others = [each for each in watches if each.finder is not self]
-            if not others:
+        for own in self._watches.values():
+            own.is_off, module = True, own.module()
+            if module is None:
+                continue
+            # One that another finder's is around stays in there, and does nothing.
+            top = vars(module).get(_PLACE)
+            while isinstance(top, _Watch) and top.is_off:
+                vars(module)[_PLACE] = top = top.inner
+            if top is None:
+                vars(module).pop(_PLACE, None)
+            if not isinstance(top, _Watch):
                 module._forward_hooks_with_kwargs.pop(_MARK, None)
-            if not watches:
-                continue  # the module's compile() took the place
-            inner = watches[-1].inner
-            for each in reversed(others):
-                each.inner, inner = inner, each
-            vars(module)[_PLACE] = inner
-            if inner is None:
-                del vars(module)[_PLACE]
         for handle in self._leaves.values():
             handle.remove()
-        self._modules.clear()
+        self._watches.clear()
         self._leaves.clear()
 
     def report(self) -> ModuleFault | None:
@@ -427,16 +425,6 @@ class NonFiniteFinder:
         return self._passes[-1]
 
 
-def _watches(module: torch.nn.Module) -> list[_Watch]:
-    """What watches a module, the outermost first."""
-    found: list[_Watch] = []
-    each = vars(module).get(_PLACE)
-    while isinstance(each, _Watch):
-        found.append(each)
-        each = each.inner
-    return found
-
-
 def _fault_of(
     one: _Pass, peak: Callable[[_Row], float], ago: int
 ) -> tuple[int, ModuleFault] | None:
@@ -483,20 +471,14 @@ def _floating(values: Any, depth: int = 16) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         if values.dtype in _DTYPES and _is_readable(values):
             yield values
-    elif type(values) in _PLAIN or depth == 0:
-        return
-    elif type(values) in (tuple, list):
+    elif depth and isinstance(values, (tuple, list)):
         for each in values:
             yield from _floating(each, depth - 1)
-    elif isinstance(values, Mapping):
+    elif depth and isinstance(values, Mapping):
         yield from _floating(tuple(values.values()), depth - 1)
-    elif is_dataclass(values):
+    elif depth and is_dataclass(values):
         found = [getattr(values, each.name, None) for each in fields(values)]
         yield from _floating(found, depth - 1)
-    else:
-        leaves = tree_leaves(values)
-        if leaves and leaves[0] is not values:  # else it is a leaf
-            yield from _floating(leaves, depth - 1)
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -82,17 +82,6 @@ class NormHistory:
         self._norms.index_copy_(0, self._count % STEPS, total.sqrt().float().unsqueeze(0))
         self._count.add_(1)
 
-    def taken(self, moves: Sequence[tuple[int, int]], parameters: int) -> NormHistory:
-        """Returns a history for other parameters, `moves` of which, (from, to), are these."""
-        history = NormHistory(parameters, self._norms.device)
-        history._norms.fill_(torch.nan)  # of steps before a parameter joined nothing is known
-        device = self._norms.device
-        pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
-        old, new = pairs.unbind(1)
-        history._norms[:, new] = self._norms[:, old]
-        history._count.copy_(self._count)
-        return history
-
     def summary(self) -> Tensor:
         """Returns float32 of shape (P, 3): the last norm, mean and largest of finite ones."""
         rows = torch.arange(STEPS, device=self._norms.device).unsqueeze(1)

@@ -22,8 +22,8 @@ from ampfast.optim.fused_support import ByOptimizer
 
 # Where all parameters overflowed.
 _EVERYWHERE = (
-    "These are all trainable parameters of {}: the loss or a forward activation was not finite, or "
-    "the loss times the scale was not. track='modules' names the layer: see "
+    "These are all trainable parameters of their optimizers: the loss or a forward activation was "
+    "not finite, or the loss times the scale was not. track='modules' names the layer: see "
     '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
@@ -126,9 +126,7 @@ class OverflowReport:
             *table(_OVERFLOWS, self.parameters),
         ]
         if self.is_everywhere:
-            is_one = len({row.optimizer for row in self.parameters}) == 1
-            whose = "their optimizer" if is_one else "their optimizers"
-            lines.insert(1, _EVERYWHERE.format(whose))
+            lines.insert(1, _EVERYWHERE)
         earlier = [row for row in self.totals if row.step != self.step]
         if earlier:
             earlier.sort(key=lambda row: -row.infinities - row.nans)
@@ -171,7 +169,6 @@ class Tracking:
                 self._histories.append(record.history)
             else:
                 refuse_capture("a change of an optimizer's parameters")
-                record.take_marks(last)
                 self._histories[self._histories.index(last.history)] = record.history
             self._records.record(optimizer, record)
             record.history.look(self._names.known())
@@ -241,8 +238,8 @@ class Tracking:
         return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
 
     def _look(self) -> None:
-        """Looks up the names of living optimizers' parameters; raises if none has one."""
-        known = self._names.of([param for _, record in self._records for param in record.params])
+        """Looks up the names of living optimizers' parameters."""
+        known = self._names.known()
         for _, record in self._records:
             record.history.look(known)
 
@@ -276,12 +273,9 @@ class Names:
         self._of_modules: dict[tuple[weakref.ref[torch.nn.Module], str], str] = {}
         # Names of parameters without a known module.
         self._given: dict[Tensor, str] = {}
-        # The names themselves die with their parameters.
-        self._were_given = False
 
     def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
         """Names the parameters of pairs, which are `model`'s if it is a module."""
-        self._were_given |= bool(pairs)
         modules = model.modules() if isinstance(model, torch.nn.Module) else ()
         places = {
             id(param): (weakref.ref(module), key)
@@ -311,18 +305,6 @@ class Names:
             if param is not None:
                 names[param] = name
         return {**names, **self._given}
-
-    def of(self, params: Sequence[Tensor]) -> dict[Tensor, str]:
-        """Returns names by parameter; raises if names were given, but none of these parameters."""
-        names = self.known()
-        # A single parameter without a name is listed by its place.
-        if self._were_given and params and not any(param in names for param in params):
-            raise ValueError(
-                f"none of the optimizers' {len(params)} parameters has a name: call "
-                "name_parameters() with the model that they train, again if its parameters were "
-                "replaced"
-            )
-        return names
 
 
 class _History:
@@ -374,17 +356,6 @@ class _Record:
         self.history = _History(self, optimizer_type)
         self.norms: NormHistory | None = None
 
-    def take_marks(self, last: _Record) -> None:
-        """Copies marks and norms of the parameters that another record has, too."""
-        rows = {param: row for row, param in enumerate(last.params)}
-        moves = [(rows[param], row) for row, param in enumerate(self.params) if param in rows]
-        for device, marks in last.history.marks.items() if moves else ():
-            pairs = scalars.allocate(torch.tensor, moves, dtype=torch.int64, device=device)
-            old, new = pairs.unbind(1)
-            self.history.marks_on(device).index_copy_(0, new, marks[old])
-        if moves and last.norms is not None:
-            self.norms = last.norms.taken(moves, len(self.params))
-
     def reset_squares(self) -> None:
         """Sets the sums of squares to -0, to which adding one makes 0, before a pass."""
         for marks in self.history.marks.values():
@@ -392,10 +363,9 @@ class _Record:
 
 
 def require_known(track: str | None) -> None:
-    """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
-    is_name = track is None or isinstance(track, str)
-    if not is_name or track not in (None, "overflow", "modules", "norms"):
-        raise (ValueError if is_name else TypeError)(
+    """Raises ValueError unless `track` is a value of the scaler's keyword."""
+    if track not in (None, "overflow", "modules", "norms"):
+        raise ValueError(
             "track must be 'overflow' (for overflow_report), 'modules' (to name the module, too), "
             f"'norms' (for grad_norms, too) or None, got {track!r}"
         )

@@ -31,8 +31,8 @@ class LateScheduler:
     any timing, also if the scaler is disabled. The host waits for the previous step at most, never
     for the one just queued.
 
-    Other attributes are the wrapped scheduler's, also where they are set or deleted. A
-    scheduler stepped once per epoch does not need this class.
+    Other attributes are the wrapped scheduler's, also where they are set. A scheduler stepped once
+    per epoch does not need this class.
 
     Args:
         scheduler: Scheduler with `step`, `state_dict` and `load_state_dict`.
@@ -43,7 +43,7 @@ class LateScheduler:
         scheduler: The wrapped scheduler.
 
     Raises:
-        TypeError: If the scheduler has no `step`, or the scaler no `found_inf`, as torch's.
+        TypeError: If the scaler has no `found_inf`, as torch's.
     """
 
     scheduler: Any
@@ -52,13 +52,9 @@ class LateScheduler:
     _outstanding: _Outstanding | None
 
     def __init__(self, scheduler: Any, scaler: Any, optimizer: Any) -> None:
-        for given, method, expected in (
-            (scheduler, "step", "a scheduler with step"),
-            (scaler, "found_inf", "an ampfast.GradScaler"),
-        ):
-            if not hasattr(given, method):
-                kind = f"{type(given).__module__}.{type(given).__qualname__}"
-                raise TypeError(f"LateScheduler needs {expected}, got {kind}")
+        if not hasattr(scaler, "found_inf"):
+            kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
+            raise TypeError(f"LateScheduler needs an ampfast.GradScaler, got {kind}")
         own = {"scheduler": scheduler, "_scaler": scaler, "_optimizer": optimizer}
         vars(self).update(own, _outstanding=None)
 
@@ -125,22 +121,10 @@ class LateScheduler:
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
+        if name in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.scheduler, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._is_own(name):
-            super().__delattr__(name)
-        else:
-            delattr(self.scheduler, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.scheduler)})
-
-    def _is_own(self, name: str) -> bool:
-        return name in vars(self) or hasattr(type(self), name)
 
 
 class _Outstanding(NamedTuple):

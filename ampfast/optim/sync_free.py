@@ -34,7 +34,8 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     state: momenta and sums stay the same tensors, step counters become float32 tensors on their
     parameter's device. Groups added or loaded later are fused, too. A second call has no effect.
 
-    The limits of torch's fused optimizers hold: a scaler steps a copied or unpickled one as a plain
+    The limits of torch's fused optimizers hold: hyperparameters that are tensors on a GPU are read
+    with a sync, but for the learning rate, a scaler steps a copied or unpickled one as a plain
     optimizer until `sync_free_` is called on it, `step` refuses sparse gradients, and SGD with
     momentum refuses a parameter whose first gradient comes later than others of its group.
 
@@ -49,9 +50,8 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     Raises:
         TypeError: If it is of another class.
         ValueError: If a group is differentiable, if torch's fused implementation does not support
-            the device or dtype of a parameter or fails a trial with them, if a parameter, its
-            gradient and its state differ in dtype, device or strides or are not dense, or if a
-            hyperparameter is a tensor on a device from which it cannot be read without a sync.
+            the device or dtype of a parameter or fails a trial with them, or if a parameter, its
+            gradient and its state differ in dtype, device or strides or are not dense.
         RuntimeError: Under CUDA graph capture.
 
     The optimizer is unchanged where an error is raised.
@@ -103,25 +103,12 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
         where = f"parameter {number} of group {index}"
         if "param_names" in group:
             where += f" ({group['param_names'][number]})"
-        like = (param.device, param.dtype, getattr(param, "device_mesh", None))
+        like = param.device, param.dtype
         if like not in tried:
             tried.add(like)
-            _check_hyperparameters(group, index, param.device)
             _try_step(type(optimizer), group, param, where)
         tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
         _check_memory(param, {"the gradient": param.grad, **tensors}, where)
-
-
-def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.device) -> None:
-    for key, value in group.items():
-        for one in value if isinstance(value, tuple) else (value,):
-            on_device = isinstance(one, Tensor) and one.device.type != "cpu"
-            # Fused kernels read no tensor but the learning rate.
-            if on_device and (key != "lr" or one.device != device):
-                raise ValueError(
-                    f"{key!r} of group {index} is a tensor on {one.device}, which a step on "
-                    f"{device} cannot read without a sync: make it a number or a CPU tensor"
-                )
 
 
 def _try_step(
@@ -129,11 +116,6 @@ def _try_step(
 ) -> None:
     """Steps a one-element parameter like `param`, since kernels differ between torch versions."""
     trial = allocate(torch.zeros, 1, dtype=param.dtype, device=param.device)
-    if hasattr(param, "device_mesh"):
-        from torch.distributed.tensor import DTensor, Replicate
-
-        placements = [Replicate()] * param.device_mesh.ndim
-        trial = DTensor.from_local(trial, param.device_mesh, placements, run_check=False)
     trial.grad = torch.zeros_like(trial)
     optimizer = kind([trial], fused=True)  # type: ignore[call-arg]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}

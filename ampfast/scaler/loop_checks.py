@@ -41,9 +41,6 @@ _TWICE = (
     "iterations that call step()."
 )
 
-# Gradients as they were: a weak reference to each, and its version.
-_Versions = list[tuple[weakref.ref[Tensor], int]]
-
 
 class _Loop:
     """What the loop of one scaler did.
@@ -53,13 +50,11 @@ class _Loop:
         has_scaled: Whether it ever called `scale`.
         has_used: Whether it did one of both in this iteration.
         unused: The last iterations in a row in which it used no scale.
-        left: By the id of an optimizer that was unscaled and not stepped, its gradients.
     """
 
     def __init__(self) -> None:
         self.has_read = self.has_scaled = self.has_used = False
         self.unused = 0
-        self.left: dict[int, _Versions] = {}
 
 
 class _LoopChecks:
@@ -69,8 +64,9 @@ class _LoopChecks:
         self._kind, self._is_whole, self._is_over = kind, is_whole, False
         self._loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
         self._updates, self._told = 0, set[str]()
-        # By the id of a clipped gradient: a reference to it, its version, and the limit.
-        self._clips: dict[int, tuple[weakref.ref[Tensor], int, float]] = {}
+        # By the id of a gradient: a reference to it, its version, and the limit to which it was
+        # clipped, or None if it was unscaled and not stepped.
+        self._marks: dict[int, tuple[weakref.ref[Tensor], int, float | None]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
         seen["_set_scale"] = self._sets
@@ -98,7 +94,7 @@ class _LoopChecks:
         """Ends the checks, and what they cost."""
         if self._is_over:
             return
-        self._is_over, self._clips = True, {}
+        self._is_over, self._marks = True, {}
         torch_functions.on_clip = None
         del self._kind._scale
         for place, name, original, ours in self._replaced:
@@ -131,8 +127,16 @@ class _LoopChecks:
 
     def see_clip(self, params: list[Tensor], max_norm: Any) -> None:
         """Keeps which gradients were clipped, and to which norm."""
-        for grad in _grads_of(params) if isinstance(max_norm, Real) else ():
-            self._clips[id(grad)] = weakref.ref(grad), grad._version, float(max_norm)
+        if isinstance(max_norm, Real):
+            self._mark(_grads_of(params), float(max_norm))
+
+    def _mark(self, grads: list[Tensor], limit: float | None) -> None:
+        self._marks |= {id(grad): (weakref.ref(grad), grad._version, limit) for grad in grads}
+
+    def _marks_of(self, grads: list[Tensor]) -> list[float | None]:
+        """The limit, or None, of each gradient that nothing has written since its mark."""
+        found = ((grad, self._marks.get(id(grad))) for grad in grads)
+        return [m[2] for grad, m in found if m and m[0]() is grad and m[1] == grad._version]
 
     def _get_scale(self, scaler: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -160,13 +164,10 @@ class _LoopChecks:
             if turn is not None and turn["stage"] is not READY:
                 continue
             grads = _grads_of_optimizer(each)
-            if _are(grads, loop.left.pop(id(each), [])):
+            marks = self._marks_of(grads)
+            if grads and marks == [None] * len(grads):
                 self._tell(_TWICE, "unscaling", each, scaler)
-            limits = []
-            for grad in grads:
-                ref, version, limit = self._clips.get(id(grad), (None, 0, 0.0))
-                if ref is not None and ref() is grad and grad._version == version:
-                    limits.append(limit)
+            limits = [limit for limit in marks if limit is not None]
             if limits and loop.has_used and not loop.has_read:
                 self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
 
@@ -180,8 +181,7 @@ class _LoopChecks:
             if turns.get(id(optimizer)) is not turn:
                 continue
             if is_unscaled(turn):
-                grads = _grads_of_optimizer(optimizer)
-                loop.left[id(optimizer)] = [(weakref.ref(grad), grad._version) for grad in grads]
+                self._mark(_grads_of_optimizer(optimizer), None)
             # One that overrides scale() may scale without ours.
             is_ours = type(scaler).scale is vars(self._kind)["scale"] and "scale" not in vars(
                 scaler
@@ -215,13 +215,6 @@ def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:
 def _grads_of_optimizer(optimizer: Any) -> list[Tensor]:
     groups = getattr(optimizer, "param_groups", ())
     return _grads_of(param for group in groups for param in group["params"])
-
-
-def _are(grads: list[Tensor], before: _Versions) -> bool:
-    """Whether these are the gradients of before, which nothing has written since."""
-    pairs = zip(grads, before, strict=False)
-    is_same = all(ref() is grad and grad._version == version for grad, (ref, version) in pairs)
-    return is_same and len(grads) == len(before) > 0
 
 
 _current: _LoopChecks | None = None

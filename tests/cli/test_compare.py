@@ -243,10 +243,7 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["info", "--no-such-option"], UNKNOWN),
         (["compare", "--no-such-option", "train.py"], UNKNOWN),
         (["compare", "--steps", "0", "train.py"], "must be 1 or more, got 0"),
-        (["run", "--log", "missing/log.jsonl", "train.py"], "cannot write"),
-        (["run", "--log", ".", "train.py"], "cannot write"),
-        (["run", "--skip-above", "nan", "train.py"], "NORM must be at least 0, got nan"),
-        (["run", "--skip-above", "-1", "train.py"], "NORM must be at least 0, got -1"),
+        (["run", "--skip-above", "much", "train.py"], "invalid float value: 'much'"),
     ):
         try:
             code = main(arguments)

@@ -105,7 +105,6 @@ MISSING = {
     "import torch\nfor _ in range(9):\n    scaler = torch.amp.GradScaler('cpu')\n"
     "    scaler.scale(torch.ones(()))\n": [
         *["the gradient scaler was never updated"] * 4,
-        "5 more scalers: is one made in every step?",
     ],
 }
 
@@ -123,13 +122,8 @@ def test_what_is_missing_is_said(python: Call, program: str) -> None:
 
 
 def test_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.ipynb").write_text('{"cells": [null]}')
-    for name, told in (
-        ("nowhere.py", "ampfast: there is no script '{}'\n"),
-        ("train.ipynb", "is a notebook, which Python does not run: call ampfast.patch() in its"),
-    ):
-        assert main(["run", str(tmp_path / name), "--help"]) == 2
-        assert told.format(tmp_path / name) in capsys.readouterr().err
+    assert main(["run", str(tmp_path / "nowhere.py"), "--help"]) == 2
+    assert capsys.readouterr().err == f"ampfast: there is no script '{tmp_path / 'nowhere.py'}'\n"
 
 
 @pytest.mark.sweep
@@ -249,11 +243,11 @@ def test_steps_are_written_before_the_history_forgets_them(
     for step in range(2500):
         training.step(1.0)
         now[0] += 1.0 if step == 3 else 0.0
-        log.see(scaler, step + 1)
+        log.see(scaler)
         found.append(len(lines_of(path)) if step < 6 else None)
     assert found[:6] == [0, 0, 0, 4, 4, 4]
-    log.write(scaler)
-    log.write(scaler)
+    log.write()
+    log.write()
     assert [each["step"] for each in lines_of(path)] == list(range(2500))
 
 
@@ -264,7 +258,8 @@ def test_a_log_that_cannot_be_written_any_more_ends(tmp_path: Path, capsys: Any)
     (tmp_path / "folder").rmdir()
     for _ in range(3):
         training.step(1.0)
-        log.write(training.scaler)
+        log.see(training.scaler)
+        log.write()
     assert capsys.readouterr().err.count("ampfast: the log ends, the training continues: ") == 1
 
 

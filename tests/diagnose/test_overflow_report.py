@@ -141,7 +141,9 @@ def test_the_loss_is_named_where_all_parameters_overflow(scaler: GradScaler) -> 
     optimizer = sgd(params)
     report = report_of(scaler, optimizer, sgd(parameters(1.0)))
     assert report.is_everywhere
-    told = "These are all trainable parameters of their optimizer: the loss or a forward activation"
+    told = (
+        "These are all trainable parameters of their optimizers: the loss or a forward activation"
+    )
     line = str(report).splitlines()[1]
     assert line.startswith(f"{told} was not finite, or the loss times the scale was not.")
     assert OverflowReport.of_all([report, report]).is_everywhere
@@ -245,19 +247,12 @@ def test_parameters_that_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) 
     report_of(scaler, optimizer)
     params += parameters(NAN)
     set_values(params[:2], 1.0, INF)
-    # Before a pass over the new parameter, and after.
+    # Before a pass over the new parameter, and after, which begins to count anew.
     assert counts(scaler.overflow_report()) == [(0, 1, 0)]
-    assert counts(report_of(scaler, optimizer)) == [(0, 1, 0), (1, 1, 0), (2, 0, 1)]
-    del params[1:]
-    set_values(params, 1.0)
-    assert counts(report_of(scaler, optimizer)) == [(0, 1, 0)]
+    assert counts(report_of(scaler, optimizer)) == [(1, 1, 0), (2, 0, 1)]
     # Others in their place, in equal number.
-    bad, params[:] = params[0], parameters(1.0)
+    params[:] = parameters(1.0, 1.0, 1.0)
     assert report_of(scaler, optimizer).totals == ()
-    bad.grad.fill_(NAN)
-    params[:] = [*parameters(1.0), bad, *params]
-    scaler.name_parameters([("bad", bad)])
-    assert [(p.name, p.index) for p in report_of(scaler, optimizer).totals] == [("bad", 1)]
     pretend_capture(monkeypatch)
     params += parameters(1.0)
     with pytest.raises(RuntimeError, match="cannot capture a change of an optimizer's parameters"):
@@ -268,8 +263,7 @@ def test_names_that_do_not_match_the_optimizer() -> None:
     scaler, params = started(track="overflow"), parameters(NAN, INF)
     scaler.name_parameters([("other", parameters(1.0)[0])])
     optimizer = sgd(params)
-    with pytest.raises(ValueError, match="none of the optimizers' 2 parameters"):
-        report_of(scaler, optimizer)
+    assert names(report_of(scaler, optimizer)) == [f"group 0, parameter {i}" for i in range(2)]
     # Some parameters, and all of some optimizers, may have no names.
     scaler.name_parameters([("mine", params[0])])
     assert names(scaler.overflow_report()) == ["mine", "group 0, parameter 1"]
@@ -297,7 +291,7 @@ def test_bad_names(track: str | None, given: Any, error: type, text: str) -> Non
 
 @pytest.mark.parametrize("track", ["all", "Overflow", "", 3, True, ["overflow"]])
 def test_bad_track(track: Any) -> None:
-    with pytest.raises(ValueError if isinstance(track, str) else TypeError, match="track must be"):
+    with pytest.raises(ValueError, match="track must be"):
         GradScaler("cpu", track=track)
     with pytest.raises(RuntimeError, match="made with track='overflow'"):
         started().overflow_report()

@@ -159,12 +159,8 @@ def test_attributes_are_the_schedulers(kind: str) -> None:
     scheduler.last_epoch = 9
     scheduler.note = "a"
     assert (wrapped.last_epoch, wrapped.note) == (9, "a")
-    assert {"last_epoch", "note", "flush", "state_dict"} <= set(dir(scheduler))
-    del scheduler.note
-    assert not hasattr(wrapped, "note")
-    for missing in (lambda: scheduler.note, lambda: delattr(scheduler, "note")):
-        with pytest.raises(AttributeError, match=f"{kind}.*note"):
-            missing()
+    with pytest.raises(AttributeError, match=f"{kind}.*missing"):
+        scheduler.missing  # noqa: B018
     assert copy.copy(scheduler).scheduler is wrapped
     copied = copy.deepcopy(scheduler)
     copied.last_epoch = 4

@@ -77,8 +77,6 @@ def test_it_is_off_by_default_and_a_second_patch_adds_it() -> None:
         assert all(outer.replaced.count(name) == 1 for name in REPLACED)
         assert held() == STAND_INS
     assert held() == TORCHS
-    with inner:
-        assert held() == STAND_INS
 
 
 @pytest.mark.parametrize(("name", "torchs"), [*zip(NAMES, TORCHS, strict=True)])
@@ -87,15 +85,9 @@ def test_signatures_and_pickles(name: str, torchs: Any) -> None:
     theirs, ours = (list(inspect.signature(each).parameters) for each in (torchs, stand_in))
     # torch is to get the last one.
     assert ours == theirs or (name, ours) == ("get_total_norm", [*theirs, "dtype"])
-    names = torchs.__module__, torchs.__qualname__, torchs.__name__
     with ampfast.patch(clip_grad_norm=True):
-        saved = pickle.dumps(torchs)
-        assert pickle.loads(saved) is torchs
-        assert torchs.__name__ == names[2]
         assert pickle.loads(pickle.dumps(getattr(nn.utils, name))) is stand_in
-    assert (torchs.__module__, torchs.__qualname__, torchs.__name__) == names
-    for each in (saved, pickle.dumps(torchs)):
-        assert pickle.loads(each) is torchs
+    assert pickle.loads(pickle.dumps(torchs)) is torchs
 
 
 def test_parts_and_arguments_of_torch() -> None:
