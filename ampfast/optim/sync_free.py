@@ -35,7 +35,7 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     parameter's device. Groups added or loaded later are fused, too. A second call has no effect.
 
     The limits of torch's fused optimizers hold: hyperparameters that are tensors on a GPU are read
-    with a sync, but for the learning rate, a scaler steps a copied or unpickled one as a plain
+    with a sync, except for the learning rate, a scaler steps a copied or unpickled one as a plain
     optimizer until `sync_free_` is called on it, `step` refuses sparse gradients, and SGD with
     momentum refuses a parameter whose first gradient comes later than others of its group.
 
