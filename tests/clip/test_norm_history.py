@@ -737,7 +737,7 @@ def test_checkpoints_of_any_kind() -> None:
     loop.run([1.0])
     theirs.load_state_dict(loop.scaler.state_dict())
     assert theirs.get_scale() == 8.0
-    load_norms(loop, [[2.0] * 1024])
+    load_norms(loop, [[9.0] * 1000 + [2.0] * 24])
     assert loop.run([0.0, 9.0, 2.0]) == [None, "spike", None]
     assert loop.norms() == [[2.0] * WINDOW]
     load_norms(loop, [[]])
