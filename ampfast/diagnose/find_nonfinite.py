@@ -150,7 +150,6 @@ class _Pass:
 
     def __init__(self, finder: NonFiniteFinder) -> None:
         self._finder = finder
-        self.has_graph = torch.is_grad_enabled()
         self.watches: set[_Watch] = set()
         # Calls in the order of their ends; rows in the order in which gradients came.
         self.ended: list[_Call] = []
@@ -379,7 +378,7 @@ class NonFiniteFinder:
             return caller.f_locals["self"]._call_impl, None
         forward = watch.inner or module._call_impl
         is_again = _is_in_backward()
-        one = running[-1] if running else self._last(watch, is_again)
+        one = running[-1] if running else self._last(watch, is_again, args, kwargs)
         if one is None:
             return forward, None
         running.append(one)
@@ -401,18 +400,18 @@ class NonFiniteFinder:
             earlier.remove()
         self._leaves[id(leaf)] = handle
 
-    def _last(self, watch: _Watch, is_again: bool) -> _Pass | None:
+    def _last(self, watch: _Watch, is_again: bool, args: Any, kwargs: Any) -> _Pass | None:
         """The pass that an outermost call is part of, as models may be called by their parts."""
-        last, has_graph = self._passes[-1] if self._passes else None, torch.is_grad_enabled()
+        last = self._passes[-1] if self._passes else None
         if is_again:
             return last
-        if self._needs_graph and not has_graph:
+        # A reentrant checkpoint calls its block without grad mode, with inputs that require grad.
+        if self._needs_graph and not (
+            torch.is_grad_enabled() or any(x.requires_grad for x in _floating((args, kwargs)))
+        ):
             return None
         is_part = last is not None and not (
-            watch.is_root
-            or last.gradients
-            or watch in last.watches
-            or last.has_graph is not has_graph
+            watch.is_root or last.gradients or watch in last.watches
         )
         if is_part:
             return last
