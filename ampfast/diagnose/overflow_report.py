@@ -23,7 +23,7 @@ from ampfast.optim.fused_support import ByOptimizer
 # Where all parameters overflowed.
 _EVERYWHERE = (
     "These are all trainable parameters of their optimizers: the loss or a forward activation was "
-    "not finite, or the loss times the scale was not. track='modules' names the layer: see "
+    "not finite, or the loss times the scale was not.{} See "
     '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
@@ -126,7 +126,8 @@ class OverflowReport:
             *table(_OVERFLOWS, self.parameters),
         ]
         if self.is_everywhere:
-            lines.insert(1, _EVERYWHERE)
+            names_it = "" if self.module else " track='modules' names the layer."
+            lines.insert(1, _EVERYWHERE.format(names_it))
         earlier = [row for row in self.totals if row.step != self.step]
         if earlier:
             earlier.sort(key=lambda row: -row.infinities - row.nans)

@@ -21,6 +21,7 @@ PARTS = {
     "threads": ("crowds", "seconds", 60, 600),
     "allocations": ("allocations", "width", 1, 3600),
     "programs": ("long_programs", "count", 90_000, 3600),
+    "clips": ("clips", "count", 8000, 1800),
     "conditions": ("conditions", "count", 5000, 1800),
     "interrupts": ("interrupts", "signals", 5000, 3600),
 }

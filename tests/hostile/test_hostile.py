@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import allocations
+import clips
 import conditions
 import crowds
 import interrupts
@@ -28,6 +29,10 @@ def _one_thread() -> Iterator[None]:
         yield
     # An interrupt between the lines of `torch.no_grad()` leaves gradients disabled.
     torch.set_grad_enabled(True)
+
+
+def test_clips_at_extreme_magnitudes() -> None:
+    clips.run(300).require_success()
 
 
 def test_conditions_that_change_nothing() -> None:
