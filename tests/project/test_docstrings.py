@@ -84,7 +84,9 @@ def test_classes(name: str) -> None:
     said = sections(kind.__doc__)
     assert said[""].strip()
     if dataclasses.is_dataclass(kind):
-        assert listed(said.get("Attributes", "")) == {f.name for f in dataclasses.fields(kind)}
+        assert listed(said.get("Attributes", "")) == {
+            f.name for f in dataclasses.fields(kind) if not f.name.startswith("_")
+        }
     elif "__init__" in vars(kind) and not getattr(kind, "_is_protocol", False):
         if parameters(kind) and not name.startswith("Patch"):
             assert listed(said["Args"]) == parameters(kind)
