@@ -156,8 +156,6 @@ class MasterWeights(torch.optim.Optimizer):
             # An interrupt may come between any two lines, so each of these can be done again.
             swap.leave()
             masters.places = None  # parameters win over what the step has written
-            for weight in masters.values():
-                weight.grad = None
             raise
         return result
 

@@ -587,14 +587,23 @@ def test_data_seen_in_another_way_is_an_edit(seen_as: Any, kind: Any) -> None:
     assert torch.equal(optimizer.master_weights[param], expected.float())
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
-def test_zero_grad_gives_zeros_of_grad_dtype(dtype: torch.dtype | None) -> None:
+def test_an_edit_through_data_is_not_noticed() -> None:
     param = nn.Parameter(ONES.clone())
     optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.5))
+    for expected in (0.5, 0.0):
+        step_by(optimizer, [param])
+        assert param.tolist() == [expected] * 2
+        param.data.fill_(7.0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+def test_zero_grad_gives_zeros_of_grad_dtype(dtype: torch.dtype | None) -> None:
+    param, other = (nn.Parameter(ONES.clone()) for _ in range(2))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param, other], lr=0.5))
     param.grad_dtype = dtype
     expected = torch.float32 if dtype is torch.float32 else None
     for _ in range(2):
-        (param * 2).sum().backward()
+        (param * 2 + other).sum().backward()
         optimizer.step()
         assert param.grad.dtype is torch.float32
         assert param.grad_dtype is expected
