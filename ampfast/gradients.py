@@ -134,6 +134,7 @@ def collect(
     writes: bool,
     choice: Choice,
     clips: bool = False,
+    bumps_versions: bool = True,
     shards: LocalShards = _NO_SHARDS,
     tracked: bool = False,
 ) -> Gradients:
@@ -147,6 +148,7 @@ def collect(
         clips: Whether to clip: sparse gradients are replaced by coalesced ones, and writes bump
             versions, as in torch's clipping.
         shards: Collector of local shards, which replace distributed gradients.
+        bumps_versions: False if gradients are only unscaled, where torch's op bumps none.
         tracked: Whether to list the parameters for tracking; `clips` lists them, too.
 
     Raises:
@@ -164,7 +166,7 @@ def collect(
     def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
         return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards)
 
-    regular, irregular, refused = walk(choice.devices, clips and writes)
+    regular, irregular, refused = walk(choice.devices, bumps_versions and clips and writes)
     if refused is not None:
         raise _refusal(*refused)
     lists = [(choice.kernels_for(grads.device), grads) for grads in regular]

@@ -55,6 +55,9 @@ class LateScheduler:
         if not hasattr(scaler, "found_inf"):
             kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
             raise TypeError(f"LateScheduler needs an ampfast.GradScaler, got {kind}")
+        if not hasattr(scheduler, "step"):
+            kind = f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
+            raise TypeError(f"LateScheduler needs a scheduler with step, got {kind}")
         own = {"scheduler": scheduler, "_scaler": scaler, "_optimizer": optimizer}
         vars(self).update(own, _outstanding=None)
 

@@ -269,7 +269,7 @@ class Passes(TorchGradScaler):
             for each in optimizers:
                 self.unscale_(each)
         left = None if overridden else scale  # by which gradients are scaled still
-        terms = self._clip_terms(optimizers, left, limit, defers)
+        terms = self._clip_terms(optimizers, left, limit, defers, clips=turns is None)
         # A fused step with a limit divides as often as torch's does.
         is_only_read = turns is not None and not any(term.writes for term in terms)
         if turns is None:
@@ -312,6 +312,7 @@ class Passes(TorchGradScaler):
         scale: Tensor | None,
         limit: float | ClipLimit,
         defers: list[bool],
+        clips: bool,
     ) -> list[global_norm.NormTerm]:
         """The gradients of a clip; a guard without a limit writes none."""
         writes_nothing = self._is_guard and limit == math.inf  # as values times 1
@@ -321,6 +322,7 @@ class Passes(TorchGradScaler):
                 scale,
                 writes=not deferred and not writes_nothing,
                 divides=deferred,
+                clips=clips,
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
@@ -418,10 +420,13 @@ class Passes(TorchGradScaler):
         writes: bool,
         allow_fp16: bool = False,
         divides: bool = False,
+        clips: bool = True,
     ) -> global_norm.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
         allow_fp16 = allow_fp16 or divides or scale is None or self._allow_fp16
-        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
+        grads = self._collect(
+            optimizer, allow_fp16=allow_fp16, writes=writes, measures=True, clips=clips
+        )
         unscaling = gradients.unscaling(scale, divides=divides)
         return global_norm.NormTerm(optimizer, grads, unscaling, writes)
 
@@ -431,6 +436,7 @@ class Passes(TorchGradScaler):
         *,
         allow_fp16: bool,
         writes: bool,
+        measures: bool = False,
         clips: bool = False,
     ) -> gradients.Gradients:
         """Walks over an optimizer's gradients, which are tracked."""
@@ -441,7 +447,8 @@ class Passes(TorchGradScaler):
             allow_fp16=allow_fp16,
             writes=writes,
             choice=self._choice,
-            clips=clips,
+            clips=measures,
+            bumps_versions=clips,
             shards=self._ranks.local_shards(),
             tracked=self._track is not None,
         )
