@@ -75,8 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         "repeats itself. Prints the times of the scalers, and whether losses, scales, skipped "
         "steps and the final weights are equal bit for bit; of what the script prints, the last "
         "lines if it fails. The runs share the folder: a script that resumes from its checkpoints "
-        "does not repeat itself. For several ranks torchrun starts it, and the report is of rank "
-        "0: torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
+        "does not repeat itself. Compares one process: it refuses to be started by torchrun.",
         epilog="Exit code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 "
         "if there was nothing to compare.",
     )

@@ -11,8 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ampfast.cli.scaler_clock import is_first_rank
-
 SCHEMA = 4
 # Share of a step below which a scaler does not matter.
 _SMALL = 0.02
@@ -58,13 +56,14 @@ def run(
     """
     called = [*(["-m"] if is_module else []), program, *arguments]
     try:
+        if "RANK" in os.environ:
+            raise _CannotCompareError("is started by torchrun: compare runs one process, without")
         theirs, ours, again = (_records(called, number, steps) for number in (1, 2, 3))
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
     facts = {"schema": SCHEMA, "program": called, **_compared(theirs, ours, again)}
-    if is_first_rank():
-        print(json.dumps(facts, indent=2) if as_json else describe(facts))
+    print(json.dumps(facts, indent=2) if as_json else describe(facts))
     return int(facts["verdict"] == "different")
 
 
@@ -101,23 +100,16 @@ def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:
     """
     is_ours = number == 2
     name, again = "ampfast's" if is_ours else "torch's", ", again" if number > 2 else ""
-    if is_first_rank():
-        print(f"ampfast compare: runs with {name} scaler{again}", file=sys.stderr)
+    print(f"ampfast compare: runs with {name} scaler{again}", file=sys.stderr)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-m", "ampfast", "run"]
     command += [] if is_ours else ["--keep-torch"]
     command += [] if stop is None else ["--stop", str(stop)]
-    environment = dict(os.environ)
-    if "TORCHELASTIC_USE_AGENT_STORE" in environment:
-        # The store of torchrun has the keys of the run before.
-        port = str(int(environment["MASTER_PORT"]) + number)
-        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "records.json"), Path(folder, "log")
         with log.open("wb") as output:
             code = subprocess.run(
                 [*command, "--record", str(file), *called],
-                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

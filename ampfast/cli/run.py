@@ -18,8 +18,6 @@ from ampfast.cli.jsonl_log import StepLog
 from ampfast.cli.scaler_clock import Record, Watch, is_first_rank
 from ampfast.scaler import loop_checks
 
-# Files whose frames come before the program's own in a traceback.
-_OUTER = (__file__, runpy.run_module.__code__.co_filename)
 # Scalers that are described.
 _MOST = 4
 _NO_SCALER = (
@@ -126,11 +124,6 @@ def run(
         if is_over:
             return 0
         failed = not isinstance(error, SystemExit) or bool(error.code)
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OUTER:
-            trace = trace.tb_next
-        hook = sys.excepthook
-        sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
         raise
     return 0
 
