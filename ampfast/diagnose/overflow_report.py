@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain, islice
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ampfast.backends import aten, scalars
-from ampfast.backends.core import MARK_WORDS, Pass, Track, drop_unheld, has_parameters
+from ampfast.backends.core import MARK_WORDS, Pass, Track, has_parameters
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.diagnose.find_nonfinite import ModuleFault
 from ampfast.diagnose.grad_norms import NormHistory, NormReport, ParameterNorms
@@ -230,13 +230,9 @@ class Tracking:
             for place, *rows in zip(each.places(number), *read, strict=True):
                 totals += _overflows(place, rows)
         report = OverflowReport.of(totals)
-        hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
-        trainable = {
-            (number, *place)
-            for number in {row.optimizer for row in report.parameters}
-            for place in self._histories[number].trainable
-        }
-        return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
+        optimizers = {row.optimizer for row in report.parameters}
+        trainable = sum(self._histories[number].trainable for number in optimizers)
+        return replace(report, is_everywhere=1 < trainable <= len(report.parameters))
 
     def _look(self) -> None:
         """Looks up the names of living optimizers' parameters."""
@@ -263,49 +259,35 @@ def _overflows(
 
 
 class Names:
-    """Names of parameters, for reports.
+    """Names of parameters, for reports, by the module that has the parameter.
 
     There are no weak references to the parameters, which torch then could not convert:
     `torch.utils.swap_tensors` refuses.
     """
 
     def __init__(self) -> None:
-        # By the module that has the parameter, and its name there.
-        self._of_modules: dict[tuple[weakref.ref[torch.nn.Module], str], str] = {}
-        # Names of parameters without a known module.
-        self._given: dict[Tensor, str] = {}
+        # By a module's own name of the parameter, the one to report.
+        self._of_modules: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()
 
-    def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
-        """Names the parameters of pairs, which are `model`'s if it is a module."""
-        modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-        places = {
-            id(param): (weakref.ref(module), key)
-            for module in modules
-            for key, param in module._parameters.items()
-        }
-        kept = {place: name for place, name in self._of_modules.items() if place[0]() is not None}
-        for name, param in pairs:
-            place = places.get(id(param))
-            self._given.pop(param, None)
-            if place is None:
-                self._given[param] = name
-            else:
-                # The last one counts, as a shared parameter has several.
-                kept.pop(place, None)
-                kept[place] = name
-        self._of_modules = kept
-        drop_unheld(self._given)
+    def give(self, model: torch.nn.Module) -> None:
+        """Names the parameters of a model."""
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"name_parameters takes a torch.nn.Module, got {type(model).__name__}")
+        names = {id(param): name for name, param in model.named_parameters()}
+        for module in model.modules():
+            # The last one counts, as a shared parameter has several.
+            self._of_modules.pop(module, None)
+            owned = module._parameters.items()
+            self._of_modules[module] = {k: names[id(p)] for k, p in owned if id(p) in names}
 
     def known(self) -> dict[Tensor, str]:
         """Returns names by parameter."""
-        drop_unheld(self._given)
-        names: dict[Tensor, str] = {}
-        for (reference, key), name in self._of_modules.items():
-            module = reference()
-            param = None if module is None else module._parameters.get(key)
-            if param is not None:
-                names[param] = name
-        return {**names, **self._given}
+        return {
+            param: name
+            for module, names in self._of_modules.items()
+            for key, name in names.items()
+            if (param := module._parameters.get(key)) is not None
+        }
 
 
 class _History:
@@ -316,7 +298,7 @@ class _History:
         # Group and index in it of each parameter.
         self._places = [(g, i) for g, group in enumerate(record.groups) for i in range(len(group))]
         self._names: list[str] = []
-        self.trainable: list[tuple[int, int]] = []
+        self.trainable = 0  # number of parameters
         self.marks: dict[torch.device, Tensor] = {}
 
     def look(self, names: dict[Tensor, str]) -> None:
@@ -325,10 +307,7 @@ class _History:
         if record is not None:
             listed = list(zip(record.params, self._places, strict=True))
             self._names = [names.get(p, f"group {g}, parameter {i}") for p, (g, i) in listed]
-            # Of what is empty there is no value that could be infinite.
-            self.trainable = [
-                place for p, place in listed if p.requires_grad and (is_lazy(p) or p.numel())
-            ]
+            self.trainable = sum(p.requires_grad for p in record.params)
 
     def places(self, number: int) -> list[tuple[str, int, str, int, int]]:
         """The first columns of each parameter's rows in reports; the optimizer has a number."""
@@ -370,24 +349,6 @@ def require_known(track: str | None) -> None:
             "track must be 'overflow' (for overflow_report), 'modules' (to name the module, too), "
             f"'norms' (for grad_norms, too) or None, got {track!r}"
         )
-
-
-def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Names and parameters, from a module or pairs; refuses a name that occurs twice."""
-    pairs: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else model
-    found: dict[str, Tensor] = {}
-    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
-        items = pair if isinstance(pair, (tuple, list)) else [pair]
-        if not (len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], Tensor)):
-            raise TypeError(
-                "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, as "
-                "from its named_parameters(), got "
-                + " and ".join(type(item).__name__ for item in items)
-            )
-        if items[0] in found:
-            raise ValueError(f"two parameters have the name {items[0]!r}")
-        found[items[0]] = items[1]
-    return list(found.items())
 
 
 # Columns of the table.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -14,7 +13,6 @@ from ampfast.backends import scalars
 from ampfast.backends.core import overrides
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import joint_flag
-from ampfast.diagnose import overflow_report
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport
@@ -97,23 +95,21 @@ class Diagnostics(Passes):
         refuse_capture("a history that the host reads", "read it after the replay")
         return self._loss_scale.history()
 
-    def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
+    def name_parameters(self, model: torch.nn.Module) -> None:
         """Gives parameters the names under which the reports list them.
 
         May be called at any time, and for several models. With `track="modules"` their modules are
-        watched as long as model and scaler live. Reports look names up in the
-        modules that have the parameters, which are not kept alive; a parameter of another pair
-        keeps its name while something else holds it. Names are not part of a pickle.
+        watched as long as model and scaler live. Reports look names up in the modules that have the
+        parameters, which are not kept alive. Names are not part of a pickle.
 
         Args:
-            model: A module, or pairs as from its `named_parameters()`.
+            model: The module, which names them by `named_parameters()`.
 
         Raises:
-            TypeError: If it is something else.
-            ValueError: If a name is given twice.
+            TypeError: If it is no module.
         """
-        self._names.give(overflow_report.named(model), model)
-        if self._track == "modules" and isinstance(model, torch.nn.Module):
+        self._names.give(model)
+        if self._track == "modules":
             if self._finder is None:
                 scaler = weakref.ref(self)
                 self._finder = NonFiniteFinder(lambda: _words_of(scaler()))
@@ -136,7 +132,6 @@ class Diagnostics(Passes):
         Raises:
             RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
                 keeps the gradients from the kernels.
-            ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
         if self._track is None:
             raise RuntimeError("overflow_report() needs a scaler made with track='overflow'")
@@ -159,7 +154,7 @@ class Diagnostics(Passes):
             return None
         try:
             report = self.overflow_report(local=True)
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             return str(error)
         if report.step is None and dist.is_available() and dist.is_initialized():
             return f"{report} This is the report of one rank: see those of the others."
@@ -174,7 +169,6 @@ class Diagnostics(Passes):
         Raises:
             RuntimeError: Without `track="norms"`, under capture, or if an override of a hook keeps
                 the gradients from being measured.
-            ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
         if self._track != "norms":
             raise RuntimeError("grad_norms() needs a scaler made with track='norms'")

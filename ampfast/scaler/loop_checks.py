@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -23,9 +22,6 @@ from ampfast.scaler.turn import READY, is_unscaled
 _ITERATIONS = 32
 # Iterations in a row without the scale, after which scale() counts as forgotten.
 _FORGOTTEN = 3
-# Methods that read the scale for their caller, and the modules whose own reads do not count.
-_READERS = ("get_scale", "_get_scale_async", "state_dict")
-_LIBRARY = ("ampfast.", "torch.amp.grad_scaler.", "torch.distributed.fsdp.")
 
 _CLIPPED = (
     "{} clipped gradients of this {} that were not unscaled yet: they are multiplied by the scale, "
@@ -46,7 +42,7 @@ class _Loop:
     """What the loop of one scaler did.
 
     Attributes:
-        has_read: Whether it ever read the scale, by which it may multiply or divide.
+        has_read: Whether it ever read or set the scale, by which it may multiply or divide.
         has_scaled: Whether it ever called `scale`.
         has_used: Whether it did one of both in this iteration.
         unused: The last iterations in a row in which it used no scale.
@@ -69,11 +65,10 @@ class _LoopChecks:
         self._marks: dict[int, tuple[weakref.ref[Tensor], int, float | None]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
-        seen["_set_scale"] = self._sets
+        seen |= dict.fromkeys(("get_scale", "_set_scale"), self._reads)
         seen |= dict.fromkeys(("unscale_", "step", "clip_grad_norm_"), self._before_division)
         for name, see in seen.items():
             self._replace(kind, name, self._watched(vars(kind)[name], see))
-        kind._scale = property(self._get_scale, _set_scale)
         torch_functions.on_clip = self.see_clip
         if is_whole:
             utils = torch.nn.utils
@@ -96,7 +91,6 @@ class _LoopChecks:
             return
         self._is_over, self._marks = True, {}
         torch_functions.on_clip = None
-        del self._kind._scale
         for place, name, original, ours in self._replaced:
             if vars(place)[name] is ours:
                 (replace_method if place is self._kind else setattr)(place, name, original)
@@ -110,7 +104,7 @@ class _LoopChecks:
                 see(scaler, self._loops.setdefault(scaler, _Loop()), *args, **kwargs)
             return method(scaler, *args, **kwargs)
 
-        return call if see == self._scales else not_compiled(call)
+        return call if see in (self._scales, self._reads) else not_compiled(call)
 
     def _seen_clipping(self, function: Any) -> Any:
         @wraps(function)
@@ -138,21 +132,11 @@ class _LoopChecks:
         found = ((grad, self._marks.get(id(grad))) for grad in grads)
         return [m[2] for grad, m in found if m and m[0]() is grad and m[1] == grad._version]
 
-    def _get_scale(self, scaler: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            frame = sys._getframe(1)
-            while frame.f_code.co_name in _READERS and frame.f_back is not None:
-                frame = frame.f_back
-            if not f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARY):
-                loop = self._loops.setdefault(scaler, _Loop())
-                loop.has_read = loop.has_used = True
-        try:
-            return vars(scaler)["_scale"]
-        except KeyError:
-            raise AttributeError("_scale") from None
-
     def _scales(self, scaler: Any, loop: _Loop, *_: Any, **__: Any) -> None:
         loop.has_scaled = loop.has_used = True
+
+    def _reads(self, scaler: Any, loop: _Loop, *_: Any) -> None:
+        loop.has_read = loop.has_used = True
 
     def _before_division(
         self, scaler: Any, loop: _Loop, optimizer: Any, *_: Any, **__: Any
@@ -170,9 +154,6 @@ class _LoopChecks:
             limits = [limit for limit in marks if limit is not None]
             if limits and loop.has_used and not loop.has_read:
                 self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
-
-    def _sets(self, scaler: Any, loop: _Loop, *_: Any) -> None:
-        loop.has_read = True
 
     def _ends(self, scaler: Any, loop: _Loop, **_: bool) -> None:
         loop.unused = 0 if loop.has_used else loop.unused + 1
@@ -200,10 +181,6 @@ class _LoopChecks:
             if scale > max(least, 1.0):
                 self._told.add(text)
                 warn_caller(text.format(call, type(optimizer).__name__, scale))
-
-
-def _set_scale(scaler: Any, value: Any) -> None:
-    vars(scaler)["_scale"] = value
 
 
 def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:

@@ -83,12 +83,12 @@ def test_norms_of_unscaled_gradients_before_clipping(
 def test_last_mean_and_largest_of_the_last_128_steps() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = KINDS["plain"]([param]), started(GradScaler, track="norms")
-    scaler.name_parameters([("weight", param)])
+    scaler.name_parameters(model := torch.nn.ParameterDict({"weight": param}))
     for norm in (1e6, *range(1, 129)):
         param.grad = torch.tensor([0.0, norm * scaler.get_scale()])
         take(scaler, optimizer, "step")
     [found] = scaler.grad_norms().parameters
-    assert (found.name, found.last, found.largest) == ("weight", 128, 128)
+    assert model and (found.name, found.last, found.largest) == ("weight", 128, 128)
     assert found.mean == 129 / 2
 
 
@@ -161,7 +161,8 @@ def test_the_largest_are_printed_first() -> None:
         param.grad = torch.tensor([8.0 * value])
     optimizer = KINDS["plain"](params)
     take(scaler, optimizer, "step")
-    scaler.name_parameters(zip("abcd", params, strict=True))
+    model = torch.nn.ParameterDict(zip("abcd", params, strict=True))
+    scaler.name_parameters(model)
     assert [line.split() for line in str(scaler.grad_norms()).splitlines()] == [
         ["parameter", "last", "norm", "mean", "largest"],
         ["b", "nan", "nan", "nan"],

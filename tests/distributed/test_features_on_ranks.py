@@ -106,7 +106,8 @@ def reports_of(layout: str) -> list[list[Any]]:
         params = [parameter(layout, 2) for _ in range(3)]
         optimizer = torch.optim.Adam(params, lr=1.0, fused=fused)
         scaler = scaler_for(layout, track="overflow")
-        scaler.name_parameters(zip("abc", params, strict=True))
+        model = nn.ParameterDict(zip("abc", params, strict=True))
+        scaler.name_parameters(model)
         results.append([])
         # By step: values that ranks plant in parameters.
         for bad in (
@@ -139,7 +140,8 @@ def unequal() -> tuple[list[str], list[str], bool]:
     params = [parameter("parts") for _ in range(1 + rank)]
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler = scaler_for("parts", track="overflow")
-    scaler.name_parameters((f"stage {rank}, {i}", param) for i, param in enumerate(params))
+    model = nn.ModuleDict({f"stage {rank}": nn.ParameterList(params)})
+    scaler.name_parameters(model)
     for step in range(2):
         if step and not rank:
             optimizer.add_param_group({"params": [parameter("parts")]})
@@ -152,7 +154,7 @@ def unequal() -> tuple[list[str], list[str], bool]:
 
 
 def test_reports_of_ranks_with_other_parameters() -> None:
-    bad = ["stage 1, 0", "stage 1, 1"]
+    bad = ["stage 1.0", "stage 1.1"]
     assert ranks.run(unequal) == [(bad, [], True), (bad, bad, True)]
 
 

@@ -66,7 +66,8 @@ def test_it_ends_after_so_many_steps_in_a_row(kind: str) -> None:
 
 def test_the_error_has_counts_and_report() -> None:
     training = training_of(max_skips=2, track="overflow", init_scale=8.0)
-    training.scaler.name_parameters([("a name", training.param)])
+    model = torch.nn.ParameterDict({"name": training.param})
+    training.scaler.name_parameters(model)
     assert end_of(training, ".x", math.inf) is None
     with pytest.raises(FloatingPointError) as caught:
         training.step(math.inf)
@@ -75,7 +76,7 @@ def test_the_error_has_counts_and_report() -> None:
         "2 steps in a row were skipped, and max_skips is 2. Of 3 steps 2 were skipped, 0 of them "
         "for their norm; the scale is 2."
     )
-    assert report == str(training.scaler.overflow_report()) and "a name" in report
+    assert report == str(training.scaler.overflow_report()) and "\nname " in report
     # The iteration is over: training may go on, and each further skip raises.
     with pytest.raises(FloatingPointError, match=r"^3 steps in a row"):
         training.step(math.inf)
