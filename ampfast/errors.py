@@ -6,9 +6,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -72,23 +69,6 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(_SKIPPED):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-def with_suggestions(init: Method) -> Method:
-    """Adds a note to the error of a constructor for an unknown keyword that resembles one."""
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except TypeError as error:
-            _, said, name = str(error).partition("unexpected keyword argument ")
-            known = get_close_matches(name.strip("'"), signature(init).parameters, 1)
-            if said and known and not getattr(error, "__notes__", None):
-                add_note(error, f"Did you mean {known[0]}?")
-            raise
-
-    return cast(Method, checked)
 
 
 def not_compiled(method: Method) -> Method:

@@ -2,7 +2,6 @@
 
 import atexit
 import builtins
-import inspect
 import io
 import json
 import os
@@ -51,7 +50,7 @@ def patch_with_children(clip: bool, given: dict[str, Any]) -> None:
         given: Arguments of `GradScaler` that scalers get by default.
     """
     ampfast.patch(clip_grad_norm=clip)
-    defaults: Any = inspect.unwrap(ampfast.GradScaler.__init__).__kwdefaults__
+    defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
     defaults.update(given)
     prepared = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": _Patched(clip, given)}

@@ -30,7 +30,7 @@ from ampfast.clip.norm_history import (
     skip_limit_of,
 )
 from ampfast.diagnose import overflow_report
-from ampfast.errors import add_note, not_compiled, warn_caller, with_suggestions
+from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.optim.fused_support import (
     divides_by_itself,
     explain,
@@ -140,7 +140,6 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _warned_of_backward = _warned_of_zero = False
 
-    @with_suggestions
     def __init__(
         self,
         device: str = "cuda",

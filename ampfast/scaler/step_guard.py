@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, cast
 
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast.errors import with_suggestions
 from ampfast.scaler.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ class StepGuard(GradScaler):
         RuntimeError: As `GradScaler`.
     """
 
-    @with_suggestions
     def __init__(
         self,
         device: str | None = None,

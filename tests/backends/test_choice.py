@@ -257,7 +257,6 @@ DOES_NOT_RUN = "its kernel does not run: ValueError: cannot be compiled"
 )
 def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
     monkeypatch.setattr(backends, "_launcher", lambda name: launcher)
-    monkeypatch.setenv("CC", "my-cc")
     with around:
         [triton] = [entry for entry in backends.report() if entry.name == "triton"]
     assert triton.available == (reason == "")
@@ -266,8 +265,6 @@ def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
         assert triton.device_types == ("cpu",), "an interpreter has no GPU"
         assert backends.choose("triton").name_for(CPU) == "triton"
     if reason == DOES_NOT_RUN:
-        assert "; at run time Triton needs a C compiler: install my-cc" in triton.reason
-        monkeypatch.setenv("CC", "sh")
         monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
         backends.support.cache_clear()
         assert f"no {tmp_path}/Python.h" in str(backends.report())

@@ -15,7 +15,7 @@ import torch
 from support.comparison import TorchScaler, outcome, started
 from support.gradients import parameter_with
 
-from ampfast import GradScaler, ShardedGradScaler, StepGuard
+from ampfast import GradScaler, StepGuard
 
 
 @pytest.mark.parametrize("arguments", [(65536,), (2.0**16,), (np.float32(8.0),), (float("inf"),)])
@@ -24,14 +24,6 @@ def test_a_number_first_is_refused_with_a_hint(arguments: Any) -> None:
         with pytest.raises(TypeError, match=r"init_scale=.*patch\(\)") as caught:
             call(*arguments)
         assert str(arguments[0]) in str(caught.value)
-
-
-@pytest.mark.parametrize("make", [partial(GradScaler, "cpu"), StepGuard, ShardedGradScaler])
-def test_an_unknown_keyword_gets_the_one_that_was_meant(make: Any) -> None:
-    for name, note in (("skip_abov", ["Did you mean skip_above?"]), ("xyz", [])):
-        with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{name}'") as told:
-            make(**{name: 1})
-        assert getattr(told.value, "__notes__", []) == note
 
 
 @pytest.mark.parametrize("make", [partial(GradScaler, "cpu"), StepGuard])
