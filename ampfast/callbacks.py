@@ -1,17 +1,198 @@
-"""Figures of a trainer's scaler in the trainer's own logger, such as TensorBoard or W&B."""
+"""One line for a trainer of another project: a guard for its steps, figures in its logger."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
 
 from ampfast.report import figures
 from ampfast.scaler.grad_scaler import GradScaler
+from ampfast.scaler.step_guard import StepGuard
+
+if TYPE_CHECKING:
+    from ampfast.clip.norm_history import Sigmas
+
+__all__ = ["Guarded", "attach", "guard"]
 
 _logger = logging.getLogger("ampfast")
 _Write = Callable[[dict[str, float]], object]
+
+
+class Guarded:
+    """What `guard` has installed in a trainer.
+
+    Attributes:
+        scaler: The guard; in float16, where the trainer has a scaler, a `GradScaler`.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self.scaler = scaler
+        self._undo: list[Callable[[], object]] = []
+
+    def remove(self) -> None:
+        """Gives the trainer back what it had before."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        is_method = callable(getattr(type(owner), name, None)) and name not in vars(owner)
+        undo = (delattr,) if is_method else (setattr, getattr(owner, name))
+        self._undo.append(partial(undo[0], owner, name, *undo[1:]))
+        setattr(owner, name, value)
+
+    def _measure(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks gradients before a trainer clips them, unless that is done."""
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.scaler.unscale_(optimizer)
+
+
+def guard(
+    trainer: Any,
+    *,
+    skip_above: float | Sigmas | None = None,
+    max_skips: int | None = None,
+    prefix: str = "scaler/",
+) -> Guarded:
+    """Has a trainer skip the steps of bad batches: inf, NaN and, on request, spikes of the norm.
+
+    Where the trainer has a scaler, as for float16 on a GPU, a `GradScaler` takes its place and its
+    state; elsewhere a `StepGuard` is installed. The norm is that before the trainer clips, and the
+    other steps stay equal bit for bit. The state of both is part of the trainer's checkpoints, and
+    the figures go to the trainer's logger, as with `attach`; to that of an `Accelerator` with
+    each call of its `log`. Steps of LBFGS are not guarded.
+
+    Args:
+        trainer: A `Trainer` of Transformers or of a library that derives from it, such as TRL; an
+            `Accelerator`, before or after `prepare`; or a `Trainer` of Lightning.
+        skip_above: As for `GradScaler`.
+        max_skips: As for `GradScaler`.
+        prefix: Prefix of the names of figures.
+
+    Returns:
+        A handle with the scaler, and `remove()`.
+
+    Raises:
+        TypeError: If it is another trainer.
+        ValueError: If DeepSpeed or Megatron-LM takes the steps; for FSDP1 without a scaler, where
+            the error names what to do.
+    """
+    library = _library_of(trainer, *_TRAINERS, "accelerate")
+    by_lightning = library in _TRAINERS[1:]
+    accelerator = trainer.accelerator if library == "transformers" else trainer
+    owner = trainer.precision_plugin if by_lightning else accelerator
+    where = type(trainer.strategy).__name__ if by_lightning else str(accelerator.distributed_type)
+    if any(name in where.lower() for name in ("deepspeed", "megatron")):
+        raise ValueError(f"{where} takes the steps itself: a guard cannot skip them")
+    scaler = getattr(owner, "scaler", None)
+    if scaler is None and "FSDP" in where and not getattr(owner, "is_fsdp2", False):
+        raise ValueError(
+            "with FSDP1 all ranks must agree: give the trainer a "
+            "ampfast.StepGuard(process_group=torch.distributed.group.WORLD) as its scaler first"
+        )
+    device = None if by_lightning else accelerator.device.type
+    handle = Guarded(_scaler_for(scaler, device, skip_above=skip_above, max_skips=max_skips))
+    for name, value in (("skip_above", skip_above), ("max_skips", max_skips)):
+        if scaler is handle.scaler and value is not None:
+            handle._put(scaler, name, value)
+    if by_lightning:
+        callback = _for_lightning(library, prefix, lambda: handle.scaler)
+        if scaler is None:
+            _guard_lightning(owner, handle)
+            callback.state_dict = handle.scaler.state_dict
+            callback.load_state_dict = handle.scaler.load_state_dict
+        else:
+            handle._put(owner, "scaler", handle.scaler)
+        trainer.callbacks.insert(0, callback)
+        handle._undo.append(partial(trainer.callbacks.remove, callback))
+        return handle
+    _guard_accelerator(accelerator, handle)
+    if library == "transformers":
+        callback = _for_transformers(trainer, prefix)
+        trainer.add_callback(callback)
+        handle._undo.append(partial(trainer.remove_callback, callback))
+    else:
+        _log_with(accelerator, handle, prefix)
+    return handle
+
+
+def _scaler_for(scaler: Any, device: str | None, **limits: Any) -> GradScaler:
+    """What replaces a trainer's scaler: the scaler itself, if it is ampfast's."""
+    if scaler is None or not scaler.is_enabled():
+        # 16-bit models train without a scaler, too.
+        return StepGuard(device, allow_fp16=True, **limits)
+    if isinstance(scaler, GradScaler):
+        return scaler
+    kind: Any = GradScaler
+    if type(scaler).__name__ == "ShardedGradScaler":
+        kind = importlib.import_module("ampfast.scaler.fsdp").ShardedGradScaler
+        limits["process_group"] = scaler.process_group
+    made: GradScaler = kind(scaler._device, **limits)
+    made.load_state_dict(scaler.state_dict())
+    return made
+
+
+def _guard_accelerator(accelerator: Any, handle: Guarded) -> None:
+    before, scaler = accelerator.scaler, handle.scaler
+
+    def give(old: Any, new: Any) -> None:
+        accelerator.scaler = new
+        for optimizer in accelerator._optimizers:
+            if optimizer.scaler is old:
+                optimizer.__setstate__({"scaler": new})  # which wraps its step, too
+
+    def unscale_gradients(optimizer: Any = None) -> None:
+        given = accelerator._optimizers if optimizer is None else optimizer
+        for each in given if isinstance(given, (list, tuple)) else [given]:
+            while type(each).__module__.startswith("accelerate."):
+                each = each.optimizer
+            if accelerator.sync_gradients:  # else more of them are yet to be added
+                handle._measure(each)
+
+    handle._undo.append(partial(give, scaler, before))
+    give(before, scaler)
+    # Both of Accelerate's clips call it, but it does nothing unless in float16.
+    if not (accelerator.native_amp and accelerator.mixed_precision == "fp16"):
+        handle._put(accelerator, "unscale_gradients", unscale_gradients)
+
+
+def _log_with(accelerator: Any, handle: Guarded, prefix: str) -> None:
+    taken, log = _Figures(prefix), accelerator.log
+
+    def log_with_figures(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        more = dict(values)
+        taken.take(handle.scaler, more.update, is_first_rank=accelerator.is_main_process)
+        log(more, *args, **kwargs)
+
+    handle._put(accelerator, "log", log_with_figures)
+
+
+def _guard_lightning(precision: Any, handle: Guarded) -> None:
+    """Steps by the guard, in the order in which the precision "16-mixed" steps by its scaler."""
+    step, clip = precision.optimizer_step, precision.clip_gradients
+
+    def optimizer_step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        handle._measure(optimizer)
+        precision._after_closure(model, optimizer)
+        handle.scaler.step(optimizer, **kwargs)
+        handle.scaler.update()
+        return result
+
+    def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        is_wrapper = type(optimizer).__name__ == "LightningOptimizer"
+        handle._measure(optimizer.optimizer if is_wrapper else optimizer)
+        clip(optimizer, *args, **kwargs)
+
+    handle._put(precision, "optimizer_step", optimizer_step)
+    handle._put(precision, "clip_gradients", clip_gradients)
 
 
 def attach(trainer: Any, prefix: str = "scaler/") -> None:
@@ -19,7 +200,7 @@ def attach(trainer: Any, prefix: str = "scaler/") -> None:
 
     The host reads them once for each line of the trainer's log, and not in other steps. After an
     overflow the report of a scaler that tracks goes to Python's logger "ampfast" as a warning. Call
-    it once, after the trainer was made and before it trains.
+    it once, after the trainer was made and before it trains; `guard` logs, too.
 
     Args:
         trainer: A `Trainer` of Transformers or of a library that derives from it, such as TRL, or
@@ -29,18 +210,28 @@ def attach(trainer: Any, prefix: str = "scaler/") -> None:
     Raises:
         TypeError: If it is another trainer; as the training begins, if its scaler is not ampfast's.
     """
+    library = _library_of(trainer, *_TRAINERS)
+    if library == "transformers":
+        trainer.add_callback(_for_transformers(trainer, prefix))
+        return
+    precision = trainer.precision_plugin
+    callback = _for_lightning(library, prefix, lambda: getattr(precision, "scaler", None))
+    trainer.callbacks.append(callback)
+
+
+_TRAINERS = ("transformers", "lightning", "pytorch_lightning")
+
+
+def _library_of(trainer: Any, *known: str) -> str:
+    """The library of a trainer, or of the class from which it derives."""
     for kind in type(trainer).__mro__:
         library = kind.__module__.partition(".")[0]
-        if library == "transformers":
-            trainer.add_callback(_for_transformers(trainer, prefix))
-            return
-        if library in ("lightning", "pytorch_lightning"):
-            trainer.callbacks.append(_for_lightning(library, prefix))
-            return
+        if library in known and kind.__name__.endswith(("Trainer", "Accelerator")):
+            return library
     raise TypeError(
-        "attach takes a Trainer of Transformers or Lightning, got "
-        f"{type(trainer).__module__}.{type(trainer).__qualname__}; any other loop can log "
-        "ampfast.report.figures(scaler)"
+        f"wanted a Trainer of Transformers or Lightning{', or an Accelerator' * (len(known) > 3)}, "
+        f"got {type(trainer).__module__}.{type(trainer).__qualname__}; any other loop can make a "
+        "scaler or a StepGuard itself, and log ampfast.report.figures(scaler)"
     )
 
 
@@ -91,14 +282,16 @@ def _for_transformers(trainer: Any, prefix: str) -> Any:
     return ScalerCallback()
 
 
-def _for_lightning(library: str, prefix: str) -> Any:
+def _for_lightning(library: str, prefix: str, scaler_of: Callable[[], Any]) -> Any:
     package = "lightning.pytorch" if library == "lightning" else library
     callback: type = importlib.import_module(package).Callback
     taken = _Figures(prefix)
 
     class ScalerCallback(callback):  # type: ignore[misc]
+        state_key = "ampfast"
+
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            taken.begin(getattr(trainer.precision_plugin, "scaler", None))
+            taken.begin(scaler_of())
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             def write(found: dict[str, float]) -> None:
@@ -106,7 +299,6 @@ def _for_lightning(library: str, prefix: str) -> Any:
                     logger.log_metrics(found, step=trainer.global_step)
 
             if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
-                scaler = trainer.precision_plugin.scaler
-                taken.take(scaler, write, is_first_rank=trainer.is_global_zero)
+                taken.take(scaler_of(), write, is_first_rank=trainer.is_global_zero)
 
     return ScalerCallback()

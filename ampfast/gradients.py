@@ -224,8 +224,9 @@ def _refusal(group: int, index: int, param: object) -> Exception:
         return add_note(_not_a_tensor(param), f"It is {place}.")
     note = (
         f"The gradient is that of {place}, of shape {tuple(param.shape)} and dtype {param.dtype}. "
-        "Keep the parameters in float32 and let autocast choose float16, or say "
-        "GradScaler(allow_fp16=True) to unscale float16 gradients all the same."
+        "Keep the parameters in float32 and let autocast choose float16; small gradients vanish in "
+        "float16 unless a GradScaler scales them. allow_fp16=True takes them all the same, in the "
+        "constructor of a GradScaler or of a StepGuard, which scales nothing."
     )
     return add_note(ValueError("Attempting to unscale FP16 gradients."), note)
 

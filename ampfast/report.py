@@ -23,9 +23,10 @@ def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
             call. At most the last 1,024 steps are counted.
 
     Returns:
-        Of the scaler's whole life, "steps" and, unless the scale is 0, "log2_scale". Of the counted
-        steps, "skipped", "nonfinite" and "spikes" (numbers of steps) and "skipped_share" (from 0 to
-        1). "grad_norm" (of the last of these steps with a finite norm) and "largest_grad_norm", if
+        Of the scaler's whole life, "steps" and, unless it is a guard or its scale is 0,
+        "log2_scale". Of the counted steps, "skipped", "nonfinite" and "spikes" (numbers of steps)
+        and "skipped_share" (from 0 to 1). "grad_norm" (of the last of these steps with a finite
+        norm) and "largest_grad_norm", if
         norms were taken.
     """
     stats, history = scaler.stats(), scaler.history()
@@ -34,7 +35,7 @@ def figures(scaler: GradScaler, since: int = 0) -> dict[str, float]:
     found = {"steps": float(stats.steps), "skipped": float(skipped), "spikes": float(spikes)}
     found["nonfinite"] = found["skipped"] - found["spikes"]
     found["skipped_share"] = skipped / max(1, int(new.sum()))
-    if stats.scale > 0:
+    if stats.scale > 0 and not scaler._is_guard:
         found["log2_scale"] = math.log2(stats.scale)
     norms = history.grad_norm[new & history.grad_norm.isfinite()]
     if len(norms):

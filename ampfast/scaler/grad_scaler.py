@@ -20,7 +20,7 @@ from ampfast.backends.core import Factor, Pass, is_found, overrides, riding
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.backends.scalars import moved
+from ampfast.backends.scalars import moved, new_flag
 from ampfast.clip import global_norm
 from ampfast.clip.norm_history import (
     ClipLimit,
@@ -370,7 +370,9 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
                 if turn["stage"] is READY:
                     self._unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
-                    raise no_inf_checks(optimizer)
+                    if not self._is_guard:
+                        raise no_inf_checks(optimizer)
+                    turn["found_inf_per_device"] = {scale.device: new_flag(scale.device)}
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")
@@ -402,13 +404,15 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             self._end_iteration(is_step=self._set_scale(new_scale))
             return
         scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None and self._is_guard:
+            raise nothing_checked()
         if scale is None or growth_tracker is None or overrides(self, _HOOKS):
-            if scale is None and self._is_guard:
-                raise nothing_checked()
             scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags = self._flags(scale)
         if not flags:
-            raise nothing_checked()
+            if not (self._is_guard and self._per_optimizer_states):
+                raise nothing_checked()
+            flags = [new_flag(scale.device)]  # no optimizer has gradients
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         self._loss_scale.update_(scale, growth_tracker, flags, factors, self._kernels)
         self._end_iteration()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast.scaler.grad_scaler import GradScaler
+from ampfast.scaler.history import ScalerStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,7 +23,8 @@ class StepGuard(GradScaler):
     `GradScaler(init_scale=1.0, dynamic=False)` that needs no device: its state is made where the
     first gradients are (or the first parameters, or the ranks of a group, if there are none). It is
     never disabled for want of CUDA. `scale` returns its argument and need not be called. Gradients
-    are only read, once. Clipping, counts, tracking and the agreement of ranks are `GradScaler`'s.
+    are only read, once; an optimizer without gradients steps, as without a guard. Clipping, counts,
+    tracking and the agreement of ranks are `GradScaler`'s.
 
     Args:
         device: Device type, which a mesh of `process_group` must have then; None for any.
@@ -64,3 +67,7 @@ class StepGuard(GradScaler):
             skip_above=skip_above,
             max_skips=max_skips,
         )
+
+    def stats(self) -> ScalerStats:
+        """Returns the counts of steps; of a scale that never changes there is nothing to tell."""
+        return replace(super().stats(), growth_tracker=0)

@@ -79,10 +79,14 @@ def is_unscaled(turn: dict[str, Any]) -> bool:
 
 def not_ready(turn: dict[str, Any], note: str) -> RuntimeError:
     """Returns the error of torch's `unscale_` for an optimizer that is past its turn."""
-    text = "unscale_() is being called after step()."
+    text, why = "unscale_() is being called after step().", ONCE
     if turn["stage"] is UNSCALED:
         text = "unscale_() has already been called on this optimizer since the last update()."
-    return add_note(RuntimeError(text), f"{note} {ONCE}")
+        why = (
+            "Gradients are unscaled once, between the last backward() and step(): where they "
+            "accumulate over several backward(), not after each. update() ends the iteration."
+        )
+    return add_note(RuntimeError(text), f"{note} {why}")
 
 
 def nothing_checked() -> AssertionError:

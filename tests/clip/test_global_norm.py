@@ -138,6 +138,7 @@ def test_stages(first: Callable, then: Callable) -> None:
     with pytest.raises(RuntimeError, match="has already been called") as raised:
         clip(scaler, [other, optimizer])
     assert "clip_grad_norm_" in raised.value.__notes__[0]
+    assert "accumulate over several backward" in raised.value.__notes__[0]
     assert_same(grads_in(optimizer, other), before)
     clip(scaler, other)
     scaler.step(optimizer)

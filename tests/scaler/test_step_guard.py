@@ -145,6 +145,30 @@ def test_it_needs_neither_cuda_nor_a_device_nor_scale(way: str, fused: bool) -> 
         assert guard._scale.device.type == "cpu" and params[1].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("way", [*UNCLIPPED, CLIP])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_iteration_without_gradients_steps_as_without_a_guard(
+    name: str, way: str, on_device: bool, request: pytest.FixtureRequest
+) -> None:
+    """Its loop is loss.backward(), a clip, and a step: no scale()."""
+    if on_device:
+        request.getfixturevalue("launcher")
+    one, calls = side(ampfast.StepGuard, OPTIMIZERS[name]), []
+    guard: Any = one.scaler
+    one.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for seed, norm in enumerate((None, 1.0, None, math.nan, 1.0)):
+        one.optimizer.zero_grad()
+        if norm is not None:
+            one.model(torch.full((3, 8), norm)).square().mean().backward()
+        take_step(guard, one.optimizer, way=way)
+        assert guard.step_skipped(one.optimizer) is (seed == 3)
+    assert len(calls) == (4 if name == "plain" else 5)
+    stats = guard.stats()
+    assert (stats.steps, stats.skipped, stats.growth_tracker) == (5, 1, 0)
+    assert "log2_scale" not in ampfast.report.figures(guard)
+
+
 def test_the_scale_stays_1() -> None:
     guard, other = ampfast.StepGuard("cpu"), started(ampfast.GradScaler, dynamic=False)
     dynamic = ampfast.GradScaler("cpu", init_scale=1.0)
@@ -191,5 +215,7 @@ def test_float16_gradients_are_refused_with_every_option(options: Any, call: str
         guard = ampfast.StepGuard("cpu", allow_fp16=allow, **options)
         guard.scale(torch.ones(()))
         text = "Attempting to unscale FP16 gradients"
-        with nullcontext() if allow else pytest.raises(ValueError, match=text):
+        with nullcontext() if allow else pytest.raises(ValueError, match=text) as error:
             getattr(guard, call)(optimizer, *[math.inf] * (call == CLIP))
+        if error is not None:
+            assert "allow_fp16=True" in error.value.__notes__[-1].partition("StepGuard")[0]

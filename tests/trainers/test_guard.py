@@ -1,0 +1,270 @@
+"""One line guards the steps of Transformers, Accelerate and Lightning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runs import batches, loader, optimizer_for
+from support.comparison import TorchScaler, assert_same
+from support.steps import small_model
+from torch import Tensor, nn
+
+import ampfast
+
+L = pytest.importorskip("lightning", reason="needs lightning")
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
+loggers = pytest.importorskip("lightning.pytorch.loggers.logger", reason="needs lightning")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+STEPS, HALF = 16, 8
+BAD = {6: 500.0, 11: math.nan, 13: 500.0}
+LIMIT = ampfast.Sigmas(6, window=4)
+SCALE = {"init_scale": 4.0}
+
+
+class Recorder:
+    """A model, the factors of its loss, and what its training shows after each step."""
+
+    def __init__(self, bad: dict[int, float], name: str) -> None:
+        self.model, self.optimizer_name = small_model(), name
+        self.bad, self.steps = bad, 0
+        self.weights: list[list[Tensor]] = []
+        self.rows: list[dict[str, float]] = []
+        self.scaler: Any = None
+
+    def loss(self, data: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(data.to(self.dtype)).float(), target)
+        self.steps += 1
+        return loss * self.bad.get(self.steps - 1, 1.0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model[0].weight.dtype
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return optimizer_for(self.model, self.optimizer_name)
+
+    def end(self) -> None:
+        self.weights.append([param.detach().clone() for param in self.model.parameters()])
+
+
+class Module(L.LightningModule):
+    def __init__(self, run: Recorder) -> None:
+        super().__init__()
+        self.run, self.net = run, run.model
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.run.loss(*batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.run.optimizer()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.run.end()
+
+
+class Rows(loggers.DummyLogger):
+    def __init__(self, run: Recorder) -> None:
+        super().__init__()
+        self.run = run
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.run.rows.append(metrics)
+
+
+def by_lightning(
+    run: Recorder, precision: str, clip: float, guard: Any, folder: Path, begin: int, end: int
+) -> None:
+    given: Any = {"precision": precision}
+    if precision == "16-mixed":
+        given = {"plugins": [plugins.MixedPrecision(precision, "cpu", TorchScaler("cpu", **SCALE))]}
+    trainer = L.Trainer(
+        max_epochs=1 + (begin > 0),
+        logger=Rows(run),
+        log_every_n_steps=1,
+        gradient_clip_val=clip,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        **given,
+    )
+    run.scaler = guard(trainer)
+    data = loader(list(batches())[begin:end])
+    trainer.fit(Module(run), data, ckpt_path=folder / "half.ckpt" if begin else None)
+    trainer.save_checkpoint(folder / "half.ckpt")
+
+
+def by_accelerate(
+    run: Recorder, precision: str, clip: float, guard: Any, folder: Path, begin: int, end: int
+) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    if precision == "fp16":
+        accelerator.native_amp, accelerator.scaler = True, TorchScaler("cpu", **SCALE)
+    if precision != "bf16":  # before prepare
+        run.scaler = guard(accelerator)
+    model, optimizer = accelerator.prepare(run.model, run.optimizer())
+    run.scaler = run.scaler or guard(accelerator)
+    keep = lambda row, **_: run.rows.append(row)  # noqa: E731
+    accelerator.trackers = [SimpleNamespace(name="rows", log=keep)]
+    if begin:
+        accelerator.load_state(str(folder))
+    for data, target in list(batches())[begin:end]:
+        optimizer.zero_grad()
+        accelerator.backward(run.loss(data, target))
+        if clip:
+            accelerator.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        accelerator.log({"loss": 1.0})
+        run.end()
+    accelerator.save_state(str(folder))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, run: Recorder) -> None:
+        super().__init__()
+        self.run, self.net = run, run.model
+
+    def forward(self, data: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.run.loss(data, labels)}
+
+
+def by_transformers(
+    run: Recorder, precision: str, clip: float, guard: Any, folder: Path, begin: int, end: int
+) -> None:
+    rows = [
+        {"data": row, "labels": label}
+        for data, target in list(batches())[begin:end]
+        for row, label in zip(data, target, strict=True)
+    ]
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        num_train_epochs=1 + (begin > 0),
+        per_device_train_batch_size=5,
+        train_sampling_strategy="sequential",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        max_grad_norm=clip,
+        save_steps=HALF,
+        **{name: name == precision for name in ("bf16", "fp16")},
+    )
+    trainer = transformers.Trainer(
+        Wrapped(run), settings, train_dataset=rows, optimizers=(run.optimizer(), None)
+    )
+    if precision == "fp16":
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.scaler = TorchScaler("cpu", **SCALE)
+
+    class After(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            run.end()
+
+    trainer.add_callback(After())
+    run.scaler = guard(trainer)
+    trainer.train(resume_from_checkpoint=begin > 0)
+    run.rows += trainer.state.log_history[-2 * (end - begin) - 1 :]
+
+
+WAYS = [
+    *((by_lightning, each) for each in ("32-true", "bf16-true", "bf16-mixed", "16-mixed")),
+    *((by_accelerate, each) for each in ("no", "bf16", "fp16")),
+    *((by_transformers, each) for each in ("no", "bf16", "fp16")),
+]
+
+
+def trained(
+    way: Callable[..., None],
+    precision: str,
+    name: str,
+    clip: float,
+    folder: Path,
+    bad: dict[int, float],
+    guards: bool = True,
+    parts: tuple[int, ...] = (0, STEPS),
+) -> tuple[list[list[Tensor]], Recorder]:
+    """Weights after each step, of parts with new objects and a checkpoint between them."""
+
+    def guard(trainer: Any) -> Any:
+        if not guards:
+            return None
+        return ampfast.callbacks.guard(trainer, skip_above=LIMIT, max_skips=3).scaler
+
+    weights = []
+    for begin, end in pairwise(parts):
+        run = Recorder({step - begin: factor for step, factor in bad.items()}, name)
+        way(run, precision, clip, guard, folder, begin, end)
+        weights += run.weights
+    assert len(weights) == STEPS
+    return weights, run
+
+
+@pytest.mark.parametrize("name, clip", [("adam", 0.3), ("fused_adam", 0.0)], ids=str)
+@pytest.mark.parametrize("way, precision", WAYS)
+def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
+    way: Callable[..., None], precision: str, name: str, clip: float, tmp_path: Path
+) -> None:
+    case = way, precision, name, clip
+    clean, run = trained(*case, tmp_path / "clean", {})
+    assert run.scaler.stats().skipped == 0
+    assert_same(clean, trained(*case, tmp_path / "off", {}, guards=False)[0])
+    whole, run = trained(*case, tmp_path / "whole", BAD)
+    held = [step for step in range(1, STEPS) if all(map(torch.equal, *whole[step - 1 : step + 1]))]
+    assert held == list(BAD)
+    stats, has_scaler = run.scaler.stats(), precision in ("16-mixed", "fp16")
+    assert (stats.steps, stats.skipped, stats.spikes) == (STEPS, len(BAD), 2)
+    assert type(run.scaler) is (ampfast.GradScaler if has_scaler else ampfast.StepGuard)
+    logged = [row for row in run.rows if "scaler/steps" in row]
+    assert [sum(row[f"scaler/{kind}"] for row in logged) for kind in ("spikes", "nonfinite")] == [
+        2,
+        1,
+    ]
+    # Norms are those before the clip.
+    assert max(row.get("scaler/largest_grad_norm", 0.0) for row in logged) > 10
+    assert_same(trained(*case, tmp_path / "halves", BAD, parts=(0, HALF, STEPS))[0], whole)
+
+
+def test_remove_and_what_is_refused() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    _, optimizer = accelerator.prepare(small_model(), optimizer_for(small_model()))
+    before = {**vars(accelerator)}
+    handle = ampfast.callbacks.guard(accelerator)
+    assert optimizer.scaler is accelerator.scaler is handle.scaler
+    handle.remove()
+    assert vars(accelerator) == before and optimizer.scaler is None
+    accelerator.scaler = own = ampfast.GradScaler("cpu", skip_above=2.0)
+    handle = ampfast.callbacks.guard(accelerator, max_skips=5)
+    assert handle.scaler is own and (own.skip_above, own.max_skips) == (2.0, 5)
+    handle.remove()
+    assert accelerator.scaler is own and own.max_skips is None
+    for wrong in ({}, optimizer, nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=r"or an Accelerator, got .*; any other loop can make"):
+            ampfast.callbacks.guard(wrong)
+    accelerator.state.distributed_type = accelerate.DistributedType.DEEPSPEED
+    with pytest.raises(ValueError, match="takes the steps itself"):
+        ampfast.callbacks.guard(accelerator)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_accumulated_gradients_are_compared_once(accumulates: bool) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    handle = ampfast.callbacks.guard(accelerator, skip_above=1e-9)
+    model, optimizer = accelerator.prepare(nn.Linear(8, 3), optimizer_for(nn.Linear(8, 3)))
+    for data, _ in batches():
+        with accelerator.accumulate(model) if accumulates else nullcontext():
+            accelerator.backward(model(data).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert handle.scaler.stats().steps == STEPS // (1 + accumulates)
