@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from support.comparison import TorchScaler
+from support.steps import take_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -117,7 +118,7 @@ def assert_eventful(trace: Trace) -> None:
     assert all(p.isfinite().all() for p in trace.parameters)
 
 
-# Ends of an iteration, see `finish`; "accumulate" is a step after two backward passes.
+# Ends of an iteration, see `take_step`; "accumulate" is a step after two backward passes.
 WAYS = ("step", "unscale", "together", "accumulate", "clip", "defer")
 # Every optimizer, and every way with one plain and one fused optimizer.
 PAIRS = [
@@ -125,29 +126,6 @@ PAIRS = [
     *(("momentum", way) for way in ("unscale", "together", "accumulate", "clip")),
     *(("fused_adamw", way) for way in ("unscale", "together", "accumulate", "clip", "defer")),
 ]
-
-
-def finish(scaler: Any, optimizer: Any, way: str, max_norm: float = 1.0) -> Tensor | None:
-    """Steps and updates in a way; returns the norm if one was asked for.
-
-    "unscale", "norm" or "clip" precede the step, where "clip 3" is one by the norm of that order;
-    "defer" is a clip with `in_place=False`, "together" `step_and_update`.
-    """
-    name, _, order = way.partition(" ")
-    norm = None
-    if name == "unscale":
-        scaler.unscale_(optimizer)
-    elif name == "norm":
-        norm = scaler.grad_norm(optimizer)
-    elif name in ("clip", "defer"):
-        in_place, p = name == "clip", float(order or 2)
-        norm = scaler.clip_grad_norm_(optimizer, max_norm, p, in_place=in_place)
-    if name == "together" and isinstance(scaler, GradScaler):
-        scaler.step_and_update(optimizer)
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    return norm
 
 
 def train(
@@ -186,7 +164,7 @@ def train(
         if prepare is not None:
             prepare(step)
         before = scaler.get_scale()
-        norm = finish(scaler, optimizer, way, 8.0)
+        norm = take_step(scaler, optimizer, way=way, max_norm=8.0)
         trace.norms += [] if norm is None else [norm.item()]
         # torch shows a skipped step in the scale alone.
         skipped = scaler.get_scale() < before

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from ampfast import _C
 
 # Imported once: each rank would need seconds for each of them.
 _PRELOADED = [
@@ -41,8 +38,6 @@ _PRELOADED = [
 # busy machine.
 COLLECTIVE_SECONDS = 200.0
 JOB_SECONDS = 600.0
-# Start of faulthandler's traceback of the crashed thread, if it is one of Python's.
-_PYTHONS_OWN = "Current thread"
 # Seconds for ranks that do not end to dump their tracebacks.
 DUMP_SECONDS = 5.0
 
@@ -70,9 +65,6 @@ class RanksFailedError(AssertionError):
 def run(job: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = JOB_SECONDS) -> Any:
     """Runs `job(*args)` on every rank of a new gloo world and returns the values by rank.
 
-    Retries once, with a warning, if a rank crashed in one of torch's threads outside of ampfast, as
-    one did in many thousands of worlds.
-
     Args:
         job: Importable function, which asks `torch.distributed` for its rank.
         *args: Picklable arguments.
@@ -83,9 +75,6 @@ def run(job: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = JO
         RanksFailedError: If a rank raises, dies or does not end.
     """
     outcomes = attempt(job, *args, ranks=ranks, seconds=seconds)
-    if crashed := [outcome.details for outcome in outcomes if _is_of_torch(outcome)]:
-        warnings.warn(f"Run once more, for a rank crashed in torch:\n{crashed[0]}", stacklevel=2)
-        outcomes = attempt(job, *args, ranks=ranks, seconds=seconds)
     failed = [f"rank {i}: {o.error}\n{o.details}" for i, o in enumerate(outcomes) if o.error]
     if failed:
         raise RanksFailedError("\n".join(failed))
@@ -153,15 +142,6 @@ def _outcomes(
         outcomes[rank] = Outcome(error="still running", details=_log(folder, rank))
         processes[rank].kill()
     return [outcomes[rank] for rank in range(len(pipes))]
-
-
-def _is_of_torch(outcome: Outcome) -> bool:
-    """Whether a rank died of a segmentation fault in a thread unknown to Python and ampfast."""
-    if outcome.error != f"exit code {-signal.SIGSEGV}" or _PYTHONS_OWN in outcome.details:
-        return False
-    # torch dumps one stack per thread: the one that got the signal.
-    stacks = [s for s in outcome.details.split("\n\n") if "::fatalSignalHandler(" in s]
-    return bool(stacks) and all(_C.__file__ not in stack for stack in stacks)
 
 
 def _log(folder: Path, rank: int) -> str:

@@ -11,8 +11,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS, SETTINGS, Heads, batches_of, finish
+from exact_training import OPTIMIZERS, SETTINGS, Heads, batches_of
 from support.comparison import assert_same
+from support.steps import take_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
@@ -60,7 +61,7 @@ def trained(setting: str, kind: str, way: str, end: str) -> str | None:
             if last and rank == 1 and end == "hangs":
                 time.sleep(2 * PATIENCE.total_seconds())
                 return None
-            finish(scaler, optimizer, way)
+            take_step(scaler, optimizer, way=way)
         except RuntimeError as error:
             assert last, error
             assert_same(([local(p) for p in params], scaler._scale), before)

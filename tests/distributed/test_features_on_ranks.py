@@ -10,7 +10,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import finish, whole
+from exact_training import whole
+from support.steps import take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -73,7 +74,7 @@ def followed(name: str, layout: str) -> tuple[list[Any], list[Any]]:
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
         for step, values in enumerate(steps):
             fill(scaler, param, values)
-            finish(scaler, optimizer, way)
+            take_step(scaler, optimizer, way=way)
             seen.append((way, step, scaler.get_scale(), scaler.skip_reason(optimizer)))
         states.append((scaler.stats(), scaler.state_dict()))
     return seen, states
@@ -121,7 +122,7 @@ def reports_of(layout: str) -> list[list[Any]]:
             name, value = bad.get(rank, ("a", 1.0))
             grad = params["abc".index(name)].grad
             getattr(grad, "_local_tensor", grad)[-1] = value
-            finish(scaler, optimizer, way)
+            take_step(scaler, optimizer, way=way)
             rows = scaler.overflow_report().totals
             results[-1].append([(r.name, r.kind, r.step, r.infinities, r.nans) for r in rows])
     return results
@@ -147,7 +148,7 @@ def unequal() -> tuple[list[str], list[str], bool]:
             optimizer.add_param_group({"params": [parameter("parts")]})
         for param in params:
             fill(scaler, param, (1.0, math.inf))
-        finish(scaler, optimizer, "step")
+        take_step(scaler, optimizer)
     reports = scaler.overflow_report(), scaler.overflow_report(local=True)
     joint, own = ([row.name for row in report.parameters] for report in reports)
     return joint, own, scaler.step_skipped(optimizer)
@@ -178,7 +179,7 @@ def bad_module(wrapper: str) -> list[str | None]:
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale(wrapped(torch.rand(3, 4)).sum()).backward()
-        finish(scaler, optimizer, "step")
+        take_step(scaler, optimizer)
     reports = scaler.overflow_report(local=True), scaler.overflow_report()
     return [None if each.module is None else each.module.module for each in reports]
 
@@ -194,7 +195,7 @@ def ends_at() -> tuple[int, str]:
     for step in range(9):
         fill(scaler, param, (1.0, math.nan if step >= 2 else 1.0))
         try:
-            finish(scaler, optimizer, "step")
+            take_step(scaler, optimizer)
         except FloatingPointError as error:
             return step, str(error)
     return -1, ""
@@ -224,7 +225,7 @@ def advanced(fused: bool, has_group: bool, is_late: bool) -> list[int]:
     for step in range(6):
         seen.append(schedule.last_epoch)
         fill(scaler, param, (None, math.inf if step in SKIPPED else 1.0))
-        finish(scaler, optimizer, "step")
+        take_step(scaler, optimizer)
         if is_late or not scaler.step_skipped(optimizer):
             schedule.step()
     if is_late:

@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import SCALERS, whole
+from exact_training import whole
 from groups import Derived, Foreign, line, pair, square
 from support.gradients import parameter_like
 from support.models import coefficient_of
@@ -327,13 +327,10 @@ PATHS: dict[str, Callable[[Any, Any], Any]] = {
 BADS = ((None, 0.0), (0, math.inf), (WORLD - 1, math.nan))
 
 
-def stepped(name: str, scaler_name: str) -> None:
+def stepped(name: str) -> None:
     """Checks every path on this rank."""
-    if scaler_name == "ours":
-        paths = [(torch.optim.SGD, path) for path in PATHS if path != "defer"]
-        paths += [(Fused, "step"), (Fused, "unscale"), (Fused, "defer")]
-    else:
-        paths = [(torch.optim.SGD, "step"), (Fused, "step")]
+    paths = [(torch.optim.SGD, path) for path in PATHS if path != "defer"]
+    paths += [(Fused, "step"), (Fused, "unscale"), (Fused, "defer")]
     for (bad, value), (kind, path) in itertools.product(BADS, paths):
         step = BUILDERS[name](bad, value)
         what = f"{name}, {kind.__name__}, {path}, {bad} bad"
@@ -346,7 +343,7 @@ def stepped(name: str, scaler_name: str) -> None:
         # All ranks ask in the same order.
         grads = [whole(param.grad) / SCALE for param in step.params if step.is_whole]
         group = {"process_group": step.group} if step.group is not None else {}
-        scaler = SCALERS[scaler_name]("cpu", init_scale=SCALE, **group)
+        scaler = ampfast.GradScaler("cpu", init_scale=SCALE, **group)
         scaler.scale(torch.ones(()))
         optimizer = kind(step.params, lr=1.0)
         result, factor = PATHS[path](scaler, optimizer), 1.0
@@ -370,7 +367,7 @@ def stepped(name: str, scaler_name: str) -> None:
             now = whole(param)
             wanted = torch.zeros_like(now) if skips else -grad * factor
             torch.testing.assert_close(now, wanted, rtol=1e-6, atol=1e-6, msg=what)
-        if step.is_list and scaler_name == "ours" and path == "step":
+        if step.is_list and path == "step":
             # The same list from a caller, without a scaler.
             flag, half = torch.zeros(()), torch.tensor(1 / SCALE)
             given = [param.grad for param in BUILDERS[name](bad, value).params]
@@ -385,17 +382,4 @@ def stepped(name: str, scaler_name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_as_with_all_elements_in_one_place(name: str) -> None:
-    ranks.run(stepped, name, "ours", ranks=WORLD)
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("replicated first", "mixed placements"),
-        ("two lines", "several meshes"),
-        ("plain first", "plain tensors among them"),
-    ],
-)
-def test_lists_in_torch(name: str, what: str, torch_fails: Any) -> None:
-    outcomes = ranks.attempt(stepped, f"list, {name}", "torch", ranks=WORLD)
-    torch_fails(f"DTensor gradients, {what}", any(outcome.error for outcome in outcomes))
+    ranks.run(stepped, name, ranks=WORLD)

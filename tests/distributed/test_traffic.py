@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS, finish
+from exact_training import OPTIMIZERS
+from support.steps import take_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
@@ -101,9 +103,11 @@ def traffic(group: str, layout: str) -> dict[tuple[str, str, bool], Sent]:
                 first = params[0].grad
                 (first.to_local() if isinstance(first, DTensor) else first)[0] = math.inf
             if is_warm:
-                seen[way, kind, bad] = sent(lambda s=scaler, o=optimizer, w=way: finish(s, o, w))
+                seen[way, kind, bad] = sent(
+                    lambda s=scaler, o=optimizer, w=way: take_step(s, o, way=w)
+                )
             else:
-                finish(scaler, optimizer, way)
+                take_step(scaler, optimizer, way=way)
     return seen
 
 
@@ -135,7 +139,7 @@ def of_feature(way: str, more: dict[str, Any]) -> Sent:
     optimizer = OPTIMIZERS["fused_adam"]([param])
     scaler = GradScaler("cpu", process_group=dist.group.WORLD, **more)
     param.grad = scaler.scale(torch.ones(1))
-    return sent(lambda: finish(scaler, optimizer, way))
+    return sent(partial(take_step, scaler, optimizer, way=way))
 
 
 @pytest.mark.parametrize("way", ["step", "unscale", "clip", "together"])

@@ -61,7 +61,7 @@ def test_random_steps(backend: str, limits: str, start: float) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("way", ["step", "step_and_update"])
+@pytest.mark.parametrize("way", ["step", "together"])
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_the_scaler_follows_the_model(backend: str, way: str, fused: bool) -> None:
     loop = training(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)

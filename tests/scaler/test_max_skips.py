@@ -28,8 +28,8 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "plain": (ampfast.GradScaler, adamw, "step"),
     "fused": (ampfast.GradScaler, partial(adamw, fused=True), "step"),
     "guard": (ampfast.StepGuard, adamw, "step"),
-    "at once": (ampfast.GradScaler, adamw, "step_and_update"),
-    "clip": (ampfast.GradScaler, adamw, "clip_grad_norm_"),
+    "at once": (ampfast.GradScaler, adamw, "together"),
+    "clip": (ampfast.GradScaler, adamw, "clip"),
     "hooked": (Hooked, adamw, "step"),
 }
 

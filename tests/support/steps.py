@@ -193,18 +193,29 @@ def through_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def take_step(scaler: Any, *optimizers: Any, way: str = "step") -> None:
-    """Ends an iteration by `step` and `update`, by `step_and_update`, or after the call `way`."""
-    if way == "step_and_update":
+def take_step(
+    scaler: Any, *optimizers: Any, way: str = "step", max_norm: float = 0.5
+) -> torch.Tensor | None:
+    """Steps and updates in a way; returns the last norm if one was asked for.
+
+    "unscale", "norm" or "clip" precede the step, where "clip 3" is one by the norm of that order;
+    "defer" is a clip with `in_place=False`, "together" `step_and_update`.
+    """
+    (name, _, order), norm = way.partition(" "), None
+    if name == "together" and isinstance(scaler, GradScaler):
         scaler.step_and_update(*optimizers)
-        return
+        return None
     for optimizer in optimizers:
-        if way == "clip_grad_norm_":
-            scaler.clip_grad_norm_(optimizer, 0.5)
-        elif way == "unscale_":
+        if name == "unscale":
             scaler.unscale_(optimizer)
+        elif name == "norm":
+            norm = scaler.grad_norm(optimizer)
+        elif name in ("clip", "defer"):
+            in_place, p = name == "clip", float(order or 2)
+            norm = scaler.clip_grad_norm_(optimizer, max_norm, p, in_place=in_place)
         scaler.step(optimizer)
     scaler.update()
+    return norm
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
