@@ -7,6 +7,7 @@ import sys
 
 import ampfast
 from ampfast.cli.jsonl_log import is_step_log
+from ampfast.cli.run import skip_limit
 from ampfast.cli.scaler_clock import is_first_rank
 
 
@@ -38,13 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
     run = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
-        usage="python -m ampfast run [--clip] [--track overflow] [--skip-above NORM] "
-        "[--max-skips N] [--log FILE] [-m] SCRIPT [ARGS...]",
+        usage="python -m ampfast run [--guard] [--skip-above LIMIT] [--max-skips N] [--clip] "
+        "[--track overflow] [--log FILE] [-m] SCRIPT [ARGS...]",
         description="Runs a script as python does, unedited. Wherever it "
         "makes torch's GradScaler, it gets ampfast's. At the end a line tells the steps, the "
         "skipped ones, the final scale, the scaler's own time and its share of a step. For several "
         "ranks torchrun starts it, and rank 0 prints the line: torchrun --nproc_per_node 2 -m "
         "ampfast run SCRIPT ARGS...",
+    )
+    run.add_argument(
+        "--guard",
+        action="store_true",
+        help="for bfloat16 and float32: skip the steps of torch's optimizers with inf, NaN or a "
+        "spike; a scaler of the program decides instead, if it has one",
     )
     run.add_argument(
         "--clip",
@@ -53,7 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument("--track", choices=("overflow",), help="name the parameters that overflow")
     run.add_argument(
-        "--skip-above", type=float, metavar="NORM", help="skip steps whose gradients have more"
+        "--skip-above",
+        type=_skip_limit,
+        metavar="LIMIT",
+        help="skip steps with a larger gradient norm: a number such as 20, or sigmas:6, which is 6 "
+        "standard deviations above the mean of the last 128 norms; sigmas:6:64 of the last 64",
     )
     run.add_argument(
         "--max-skips", type=_positive, metavar="N", help="end after N steps skipped in a row"
@@ -112,7 +123,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _skip_limit(text: str) -> str:
+    try:
+        skip_limit(text)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a norm such as 20, or sigmas:6 or sigmas:6:64, got {text} ({error})"
+        ) from None
+    return text
+
+
 def _step_log(path: str) -> str:
+    if path == "-":
+        raise argparse.ArgumentTypeError("must be a file: standard output is the program's")
     # Other ranks may read the first line while rank 0 writes it.
     if is_first_rank() and os.path.isfile(path) and not is_step_log(path):
         raise argparse.ArgumentTypeError(

@@ -14,6 +14,8 @@ from typing import Any
 SCHEMA = 4
 # Share of a step below which a scaler does not matter.
 _SMALL = 0.02
+# Quotient of the times of torch's two runs up to which times of whole steps are printed.
+_QUIET = 1.05
 
 _NO_SCALER = (
     "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
@@ -161,8 +163,7 @@ def describe(facts: dict[str, Any]) -> str:
     lines, share = [], 0.0
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
-        step = scaler["again"]["medians"].get("step", 0.0)
-        lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})")
+        lines += _table(*(scaler[side] for side in ("torch", "ampfast", "again")))
         found = scaler["first_differences"]
         for name in ("losses", "scales", "skips", "weights"):
             if name in found:
@@ -195,20 +196,28 @@ def _apart(name: str, step: int, a: str, b: str) -> str:
     return f"differ from step {step} on: torch {a}, ampfast {b}{apart}"
 
 
-def _table(theirs: _Record, ours: _Record, again: str) -> list[str]:
+def _table(theirs: _Record, ours: _Record, again: _Record) -> list[str]:
     rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
     times, others = theirs["medians"], ours["medians"]
-    for name, title, unit, note in (
-        ("own", "scaler's own time a step, us", ".1f", ""),
-        ("share", "its share of a step", ".2%", " "),
-        ("step", "a whole step, us", ".0f", again),
+    twice, noise = [each["medians"].get("step", 0.0) for each in (theirs, again)], []
+    if max(twice) > _QUIET * min(twice):
+        noise.append(
+            f"no times of whole steps: the machine was busy, torch's two runs took {twice[0]:.0f} "
+            f"and {twice[1]:.0f} us a step"
+        )
+    for name, title, unit in (
+        ("own", "scaler's own time a step, us", ".1f"),
+        ("share", "its share of a step", ".2%"),
+        ("step", "a whole step, us", ".0f"),
     ):
-        if name in times and name in others:
+        if name in times and name in others and not (noise and name != "own"):
             a, b = times[name], max(others[name], 1e-9)
             word = f"{a / b:.2f}x faster" if a >= b else f"{b / a:.2f}x slower"
-            rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note or word))
+            note = f"(torch's again: {twice[1]:.0f})" if name == "step" else word
+            rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note if name != "share" else ""))
     both = (theirs, ours)
     rows.append(("skipped steps", *(f"{side['skipped']} of {side['steps']}" for side in both), ""))
     rows.append(("final scale", *(f"{side['final_scale']:.15g}" for side in both), ""))
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
+    table = [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
+    return table + noise

@@ -13,16 +13,26 @@ from types import ModuleType
 from typing import Any
 
 import ampfast
+from ampfast import StepGuard
+from ampfast.cli.guarded_steps import GuardedSteps
 from ampfast.cli.jsonl_log import StepLog
 from ampfast.cli.scaler_clock import Record, Watch, is_first_rank
+from ampfast.errors import float_of
 from ampfast.scaler import loop_checks
 
 # Scalers that are described.
 _MOST = 4
 _NO_SCALER = (
-    "the program used no gradient scaler in this process (one that it started by multiprocessing "
-    "has ampfast's, and no line; other ones have torch's)"
+    "the program used no gradient scaler in this process. bfloat16 and float32 need none: with "
+    "`run --guard` steps with inf, NaN or a spike of the norm are skipped. float16 needs one: use "
+    "ampfast.GradScaler. (A process that it started by multiprocessing has ampfast's scaler, and "
+    "no line; other processes have torch's.)"
 )
+_NO_STEP = "no step of a torch optimizer was guarded in this process"
+
+
+# ampfast's classes, and torch's, from which they derive.
+_KINDS = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
 
 
 class _Ended(SystemExit):
@@ -32,8 +42,8 @@ class _Ended(SystemExit):
 class _Patched:
     """Patches the process that unpickles it, before that imports the program."""
 
-    def __init__(self, clip: bool, given: dict[str, Any]) -> None:
-        self.arguments = clip, given
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The other process cannot find ampfast yet: its path comes in the same pickle.
@@ -42,18 +52,42 @@ class _Patched:
         return exec, (f"{code}_run.patch_with_children(*_run.json.loads({given!r}))", {})
 
 
-def patch_with_children(clip: bool, given: dict[str, Any]) -> None:
+def patch_with_children(
+    clip: bool, guard: bool, given: dict[str, Any], watch: Watch | None = None
+) -> None:
     """Calls `patch()` here, and in the processes that multiprocessing spawns from here.
 
     Args:
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
-        given: Arguments of `GradScaler` that scalers get by default.
+        guard: Whether the steps of optimizers are guarded.
+        given: Arguments of `GradScaler` that scalers get by default, `skip_above` as text.
+        watch: What watches the scalers of this process; None for one of its own.
     """
     ampfast.patch(clip_grad_norm=clip)
+    arguments, limit = {**given}, given.get("skip_above")
+    arguments["skip_above"] = None if limit is None else skip_limit(limit)
+    if guard:
+        watch = watch or Watch(*_KINDS, keeps_values=False, ended=lambda _: None)
+        GuardedSteps(watch, arguments)
     defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
-    defaults.update(given)
-    prepared = spawn.get_preparation_data
-    spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": _Patched(clip, given)}
+    defaults.update(arguments)
+    prepared, ours = spawn.get_preparation_data, _Patched(clip, guard, given)
+    spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": ours}
+
+
+def skip_limit(text: str) -> float | ampfast.Sigmas:
+    """Returns the limit that an option names: a norm, sigmas:6 or sigmas:6:64, with the window.
+
+    Args:
+        text: Value of the option.
+
+    Raises:
+        ValueError: If it is neither, or out of range.
+    """
+    name, *numbers = text.split(":")
+    if name == "sigmas" and len(numbers) in (1, 2):
+        return ampfast.Sigmas(float(numbers[0]), *map(int, numbers[1:]))
+    return float_of("skip_above", float(text), least=0)
 
 
 def run(
@@ -64,6 +98,7 @@ def run(
     stop: int | None,
     keep_torch: bool,
     clip: bool,
+    guard: bool,
     log: str | None,
     **given: Any,
 ) -> int:
@@ -77,6 +112,7 @@ def run(
         stop: Number of updates of a scaler after which the process ends.
         keep_torch: Whether torch's scaler stays, and is watched.
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
+        guard: Whether the steps of all torch optimizers are guarded.
         log: File for a line of JSON for each step, as `StepLog` writes it, on rank 0.
         given: Arguments of `GradScaler` that scalers get by default.
 
@@ -87,8 +123,6 @@ def run(
     if not (is_module or os.path.exists(program)):
         print(f"ampfast: there is no script {program!r}", file=sys.stderr)
         return 2
-    # ampfast's classes, and torch's, from which they derive.
-    kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
     process, failed, is_over = os.getpid(), False, False
     steps = None if log is None or not is_first_rank() else StepLog(log)
 
@@ -97,7 +131,7 @@ def run(
         if os.getpid() == process and not is_over:
             if steps is not None:
                 steps.write()
-            _report(watch, record, failed)
+            _report(watch, record, _NO_STEP if guard else _NO_SCALER, failed)
 
     def ended(one: Record) -> None:
         nonlocal is_over
@@ -109,9 +143,9 @@ def run(
         if is_over:
             raise _Ended(0)
 
-    watch = Watch(*kinds, keeps_values=record is not None, ended=ended)
+    watch = Watch(*_KINDS, keeps_values=record is not None, ended=ended)
     if not keep_torch:
-        patch_with_children(clip, given)
+        patch_with_children(clip, guard, given, watch)
         if record is None:  # what is compared has no other cost
             loop_checks.start(ampfast.GradScaler, is_whole=True)
     # The first one registered runs last, after a traceback.
@@ -141,15 +175,17 @@ def _execute(program: str, path: str, is_module: bool) -> None:
         exec(code, vars(main))
 
 
-def _report(watch: Watch, file: str | None, failed: bool) -> None:
-    """Writes the records to a file, or prints a line for each."""
+def _report(watch: Watch, file: str | None, nothing: str, failed: bool) -> None:
+    """Writes the records to a file, or prints a line for each; `nothing` if there is none."""
     records = list(watch.records.values())
+    # A guard of an optimizer in another one has no steps.
+    records = [one for one in records if one.steps or not isinstance(one.scaler, StepGuard)]
     if file is not None:
         weights = watch.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
     elif is_first_rank():
         lines = [describe(one) for one in records[:_MOST]]
-        lines += [] if records or failed else [_NO_SCALER]
+        lines += [] if records or failed else [nothing]
         for number, line in enumerate(lines, start=1):
             which = f" scaler {number}:" if len(records) > 1 else ""
             print(f"ampfast:{which} {line}", file=sys.stderr)
@@ -165,11 +201,15 @@ def describe(record: Record) -> str:
         return "the gradient scaler is disabled, by enabled=False or for want of CUDA"
     if not record.steps:
         return "the gradient scaler was never updated: its update() was not called"
-    is_ours = isinstance(scaler, ampfast.GradScaler)
-    skipped = f"{scaler.stats().skipped} skipped" if is_ours else "of torch's class, not ampfast's"
-    text = f"{record.steps} steps, {skipped}, final scale {scaler.get_scale():.15g}; "
+    skipped, name = "of torch's class, not ampfast's", "scaler"
+    if isinstance(scaler, ampfast.GradScaler):
+        skipped = f"{scaler.stats().skipped} skipped"
+    scale = f", final scale {scaler.get_scale():.15g}"
+    if isinstance(scaler, StepGuard):
+        name, scale = "guard", f", {scaler.stats().spikes} of them for their norm"
     share = f", {found['share']:.2%} of a whole step" if "share" in found else ""
-    return f"{text}the scaler's own time {found['own']:.1f} us a step{share}"
+    own = f"the {name}'s own time {found['own']:.1f} us a step{share}"
+    return f"{record.steps} steps, {skipped}{scale}; {own}"
 
 
 def _facts(record: Record, weights: int) -> dict[str, Any]:

@@ -155,6 +155,8 @@ def record(losses: list[float], /, own: float = 50.0, **changed: Any) -> dict[st
 
 
 NAN, NINE, FORTY, ONES = float("nan"), [1.0] * 9, [1.0] * 40, [1.0] * 3
+NOISY = record(NINE)
+NOISY["medians"]["step"] = 1400.0
 QUICK, SLOW, EQUAL = record(NINE, own=15.0), record(NINE, own=60.0), "is equal bit for bit."
 SAYS, NO_MORE = "So a difference from ampfast says nothing.", [[0, 1.0], [1, 1.0]]
 LATER, BROKEN = record([*([1.0] * 30), *([2.0] * 10)]), record([*FORTY[:24], *([3.0] * 16)])
@@ -186,6 +188,7 @@ SAID = {
         *([record(ONES, losses=[])] * 2), 0, ["no losses seen: scale() was given none"]
     ),
     "slower": Said(QUICK, SLOW, 0, ["4.00x slower", "it does not matter", "(torch's again: 1000)"]),
+    "noise": Said(SLOW, QUICK, 0, ["no times of whole steps: ", "took 1000 and 1400 us"], NOISY),
     "faster": Said(SLOW, QUICK, 0, ["4.00x faster"]),
     "last weights": Said(
         record(FORTY), record(FORTY, weights=[[39, 7]]), 1, ["weights: differ at the end, step 40"]
@@ -212,6 +215,7 @@ def test_what_is_said(name: str, monkeypatch: Any, capsys: Any) -> None:
     for each in texts:
         assert each in words
     assert ("The training DIFFERS" in text) is (code == 1)
+    assert ("a whole step, us" in text) is (name != "noise")
     if name == "faster":
         assert "does not matter" not in text
 
@@ -237,7 +241,10 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["info", "--no-such-option"], UNKNOWN),
         (["compare", "--no-such-option", "train.py"], UNKNOWN),
         (["compare", "--steps", "0", "train.py"], "must be 1 or more, got 0"),
-        (["run", "--skip-above", "much", "train.py"], "invalid float value: 'much'"),
+        *(
+            (["run", "--skip-above", wrong, "train.py"], r"must be a norm such as 20, or sigmas:6")
+            for wrong in ("much", "-1", "nan", "sigmas", "sigmas:x", "sigmas:6:1", "sigmas:6:8:2")
+        ),
     ):
         try:
             code = main(arguments)

@@ -103,7 +103,7 @@ def test_module_or_script(python: Call, start: tuple[str, ...]) -> None:
 
 
 MISSING = {
-    "print('nothing')": ["the program used no gradient scaler"],
+    "print('nothing')": ["no gradient scaler in this process. bfloat16 and float32 need none: wi"],
     TRAIN.replace('"cpu"', '"cpu", enabled=False'): ["the gradient scaler is disabled, "],
     "import torch\nfor _ in range(9):\n    scaler = torch.amp.GradScaler('cpu')\n"
     "    scaler.scale(torch.ones(()))\n": [
@@ -146,6 +146,51 @@ def test_scalers_get_arguments(python: Call) -> None:
     program = TRAIN + "print(scaler.skip_above, torch.nn.utils.clip_grad_norm_.__module__)"
     done = python(program, "-m", "ampfast", "run", "--skip-above", "0.5", "--clip", "train.py")
     assert done.stdout.startswith("0.5 ampfast.")
+
+
+GUARDED = """
+import math, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused="fused" in sys.argv)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+lbfgs = torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters())
+BAD = {6: 1e4, 9: math.nan} if "bad" in sys.argv else {}
+for step in range(12):
+    optimizer.zero_grad()
+    for _ in range(2):
+        (model(torch.randn(8, 4)).square().mean() * BAD.get(step, 1)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    schedule.step()
+    print(step, torch.equal(before, model.weight), model.weight.sum().item().hex())
+    lbfgs.step(lambda: torch.ones(()))
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "fused"])
+def test_steps_are_guarded_without_a_scaler(python: Call, name: str) -> None:
+    guarded = ("-m", "ampfast", "run", "--guard", "--skip-above", "sigmas:6:4", "train.py", name)
+    assert python(GUARDED, *guarded).stdout == python(GUARDED, "train.py", name).stdout
+    done = python(GUARDED, *guarded, "bad", "--skip-above", "1")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [int(row[0]) for row in rows if row[1] == "True"] == [6, 9]
+    said, line = done.stderr.splitlines()
+    assert said == "ampfast: steps of LBFGS with a closure are not guarded"
+    assert line.startswith(
+        "ampfast: 12 steps, 2 skipped, 1 of them for their norm; the guard's own"
+    )
+
+
+def test_a_scaler_of_the_programs_decides(python: Call) -> None:
+    guarded = ("-m", "ampfast", "run", "--guard", "--skip-above", "1e-9", "train.py")
+    own = TRAIN.replace("GradScaler(", "GradScaler(skip_above=1e9, device=")
+    own = own.replace("from torch.amp", "from ampfast").replace(", init_scale=2.0**127", "")
+    for program in (own, own.replace("GradScaler", "StepGuard").replace("scaler.scale", "")):
+        done = python(program, *guarded)
+        assert done.stderr.startswith("ampfast: 6 steps, 0 skipped"), done.stderr
+    assert "no step of a torch optimizer was guarded" in python("print()", *guarded).stderr
 
 
 ENDED = """
@@ -273,3 +318,6 @@ def test_a_file_that_is_no_log_stays(tmp_path: Path, capsys: Any) -> None:
             main(["run", "--log", str(tmp_path / "train.py"), "config.py"])
         assert "is no log of an earlier run: is FILE missing?" in capsys.readouterr().err
         assert (tmp_path / "train.py").read_text() == text
+    with pytest.raises(SystemExit):
+        main(["run", "--log", "-", "train.py"])
+    assert "standard output is the program's" in capsys.readouterr().err
