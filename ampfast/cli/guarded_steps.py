@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ampfast
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.cli.scaler_clock import Watch
+from ampfast.scaler.step_guard import StepGuard
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
 
@@ -39,7 +39,7 @@ class GuardedSteps:
     def __init__(self, watch: Watch, given: dict[str, Any]) -> None:
         self._watch, self._given, self._inside = watch, given, _Inside()
         self._said_closure = False
-        self._guards = weakref.WeakKeyDictionary[torch.optim.Optimizer, ampfast.StepGuard]()
+        self._guards = weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard]()
         kind: Any = torch.optim.Optimizer
         hooked, init = kind.profile_hook_step, kind.__init__
         kind.profile_hook_step = staticmethod(lambda step: self._guarded(hooked(step)))
@@ -48,7 +48,7 @@ class GuardedSteps:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
             # Of 16-bit models, too, which train without a scaler.
-            self._guards[optimizer] = ampfast.StepGuard(allow_fp16=True, **self._given)
+            self._guards[optimizer] = StepGuard(allow_fp16=True, **self._given)
 
         kind.__init__ = made
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
