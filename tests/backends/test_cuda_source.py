@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.cuda_kernels import DOCUMENTED, FLAGS, NVCC, PAGE, SETUP, cells, registers_table
+from support.cuda_kernels import FLAGS, NVCC, SETUP
 
 SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "multi_tensor.cu"
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
@@ -18,26 +18,12 @@ REGISTERS = 64
 READ_AHEAD = 4
 SM = "90"
 pytestmark = [pytest.mark.sweep, pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")]
-is_documented = pytest.mark.skipif(
-    NVCC is None
-    or "release 13.0"
-    not in subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=False).stdout,
-    reason="the registers of the docs are of nvcc 13.0",
-)
 
 TABLES = ("float32", "float64", "float16", "bfloat16")
-# Passes by their rows in docs/kernels.md, if any, and whether they write.
-PASSES = {
-    "check": ("check", False),
-    "check_norm": ("check and norm", False),
-    "unscale": ("unscale", True),
-    "unscale_norm": (None, True),
-    "clip": ("unscale and clip", True),
-    "clip_by": (None, True),
-}
-KERNELS = {
-    f"ampfast_{name}_{table}": writes for name, (_, writes) in PASSES.items() for table in TABLES
-}
+# Passes, and whether they write.
+PASSES = {"check": False, "check_norm": False, "unscale": True, "unscale_norm": True}
+PASSES |= {"clip": True, "clip_by": True}
+KERNELS = {f"ampfast_{name}_{table}": writes for name, writes in PASSES.items() for table in TABLES}
 
 
 class Build(NamedTuple):
@@ -98,16 +84,6 @@ def test_every_kernel_exists_and_keeps_nothing_in_memory(build):
     assert [each for each in usages if each[2] or each[3] > REGISTERS] == []
 
 
-@is_documented
-def test_registers_in_the_docs(build):
-    used = {name: registers for name, sm, _, registers in build.usages() if sm == SM}
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in DOCUMENTED]
-    for name, (row, _) in PASSES.items():
-        if row is not None:
-            found = [used[f"ampfast_{name}_{dtype}"] for dtype in dtypes]
-            assert registers_table()["CUDA", row] == cells(found), row
-
-
 def test_arithmetic_is_exact_in_ptx(build):
     for architecture in build.architectures:
         ptx = next(build.folder.glob(f"*compute_{architecture}.ptx")).read_text()
@@ -119,30 +95,6 @@ def test_arithmetic_is_exact_in_ptx(build):
         inexact = r"(?<!\.)\b(?:mul|add|sub)\.(?:f|bf)\d\w*\s.*$"
         assert re.findall(inexact, ptx, re.MULTILINE) == []
         assert len(re.findall(r"\bmul\.rn\.f32\b", ptx)) > 100, "the pattern above sees products"
-
-
-def instructions(listing: str) -> list[str]:
-    """Machine code without predicates and padding."""
-    found = re.findall(r"^\s*/\*\w{4}\*/\s+(?:@!?\w+ )?\s*(.*?);", listing, re.MULTILINE)
-    return [each for each in found if not each.startswith("NOP")]
-
-
-@is_documented
-def test_fixed_instructions_in_the_docs(sass):
-    """Before the first load of a gradient, and from its last access to the program's count."""
-    expected = []
-    for name, (row, _) in PASSES.items():
-        counts = []
-        for dtype in DOCUMENTED:
-            code = instructions(sass[f"ampfast_{name}_{str(dtype).removeprefix('torch.')}"])
-            at = [i for i, each in enumerate(code) if re.match(r"(LDG|STG)\.E\.128\b", each)]
-            [counted] = [i for i, each in enumerate(code) if re.match(r"ATOM\S*\.ADD\b", each)]
-            counts.append(f"{at[0]}, {counted - at[-1] - 1}")
-        if row is not None:
-            expected.append(f"| {row} | {' | '.join(counts)} |")
-    table = PAGE.read_text().partition("<!-- fixed:start -->\n")[2]
-    found = table.partition("<!-- fixed:end -->")[0].splitlines()[2:]
-    assert found == expected, "\n".join(expected)
 
 
 def test_machine_code_of_windows(sass):

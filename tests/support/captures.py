@@ -23,7 +23,7 @@ from ampfast.backends import cuda_graphs
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.clip import norm_history
 from ampfast.scaler import grad_scaler, max_skips
-from support.comparison import TorchScaler, assert_same
+from support.comparison import assert_same
 
 SHAPE = (37, 129)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -80,6 +80,10 @@ class Training:
 
     def iterate(self, iteration: int, together: bool = False) -> None:
         self.feed(iteration)
+        self.repeat(together)
+
+    def repeat(self, together: bool = False) -> None:
+        """An iteration over the last input."""
         self.optimizer.zero_grad()
         self.backward()
         self.step(together)
@@ -92,37 +96,6 @@ class Training:
             scaler.get_scale(),
             scaler._get_growth_tracker(),
         ]
-
-
-def graph_breaks(scaler: Any, kind: str, device: torch.device) -> int:
-    """Number of graph breaks of a compiled iteration."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    training = Training(scaler, kind, device)
-
-    def iteration() -> None:
-        training.optimizer.zero_grad()
-        training.backward()
-        training.scaler.step(training.optimizer)
-        training.scaler.update()
-
-    compiled = torch.compile(iteration, backend="eager")
-    for i in range(3):
-        training.feed(i)
-        compiled()
-    assert training.params[0].isfinite().all()
-    broken = sum(counters["graph_break"].values())
-    torch._dynamo.reset()
-    return broken
-
-
-def assert_no_more_breaks(kind: str, device: torch.device) -> None:
-    """Asserts at most torch's number of breaks; fewer breaks may leave more graphs."""
-    theirs = graph_breaks(TorchScaler(device.type, **SETTINGS), kind, device)
-    ours = graph_breaks(GradScaler(device.type, **SETTINGS), kind, device)
-    assert 0 < ours <= theirs, (ours, theirs)
 
 
 ITERATIONS = 12

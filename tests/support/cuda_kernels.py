@@ -1,4 +1,4 @@
-"""The CUDA kernels' compiler, flags and registers, and compiled kernels without a GPU."""
+"""The CUDA kernels' compiler and flags, and compiled kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import ctypes
 import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 
-import torch
 from ptx_emulator import Range, cuda, driver, emulation
 from torch import Tensor
 
@@ -24,30 +22,6 @@ NVCC = shutil.which("nvcc")
 # It builds nothing as it is imported.
 SETUP = module_at(ROOT / "setup.py")
 FLAGS = SETUP.nvcc_flags()
-
-
-# Its columns.
-DOCUMENTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-REGISTERS, THREADS, MOST_PROGRAMS = 65_536, 128, 16
-
-
-def registers_table() -> dict[tuple[str, str], list[str]]:
-    """Cells of each row, by backend and kernel."""
-    text = PAGE.read_text().partition("<!-- registers:start -->\n")[2]
-    rows = text.partition("<!-- registers:end -->")[0].splitlines()[2:]
-    table = {}
-    for row in rows:
-        name, *found = [cell.strip() for cell in row.strip("|").split("|")]
-        backend, _, kernel = name.partition(", ")
-        table[backend, kernel] = found
-    return table
-
-
-def cells(registers: Sequence[int]) -> list[str]:
-    """Registers and programs of a multiprocessor, as in the table."""
-    programs = [min(MOST_PROGRAMS, REGISTERS // (THREADS * -(-r // 8) * 8)) for r in registers]
-    return [f"{r}, {p}" for r, p in zip(registers, programs, strict=True)]
 
 
 # Few, so that test lists take several programs with several chunks each.

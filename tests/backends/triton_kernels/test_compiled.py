@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import triton
 from support.comparison import FLOATS
-from support.cuda_kernels import DOCUMENTED, cells, registers_table
 from variants import (
     CUDA,
     HIP,
@@ -27,7 +24,6 @@ from variants import (
 
 from ampfast.backends.core import Factor
 
-IS_DOCUMENTED = triton.__version__.startswith("3.9.")
 # Registers per thread left by eight programs of 128 threads on a multiprocessor.
 REGISTERS = 64
 
@@ -100,22 +96,6 @@ def check_arithmetic(code: str, variant: Variant) -> None:
     narrow = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(variant.dtype)
     if narrow and variant.how in (Factor.TIMES, Factor.TIMES_RECIPROCAL):
         assert re.search(rf"\bcvt\.rn\.{narrow}(x2)?\.f32\b", code)
-
-
-KINDS = {
-    "check": Variant(torch.float32, False, Factor.DIVIDE),
-    "check and norm": Variant(torch.float32, False, Factor.TIMES_RECIPROCAL, norm=True),
-    "unscale": Variant(torch.float32, True, Factor.TIMES_RECIPROCAL),
-    "unscale and clip": Variant(torch.float32, True, Factor.TIMES_RECIPROCAL, coefficient=True),
-}
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(not IS_DOCUMENTED, reason="the table of the docs is of Triton 3.9")
-def test_registers_in_the_docs() -> None:
-    for kind, variant in KINDS.items():
-        used = [usage(compiled(replace(variant, dtype=d), "sm_90")).registers for d in DOCUMENTED]
-        assert registers_table()["Triton", kind] == cells(used), kind
 
 
 @pytest.mark.parametrize("name", ["multi_tensor", "update_scale", "clip_coefficient"])
