@@ -20,7 +20,7 @@ import torch
 
 from ampfast import GradScaler
 from support.comparison import TorchScaler, difference, outcome
-from support.gradients import WRITABLE_LAYOUTS, make_gradient, plant
+from support.gradients import WRITABLE_LAYOUTS, filled, make_gradient, plant
 from support.optimizers import FUSED, KINDS, Rig, RigPlan, takes_scaled
 
 OptState = torch.amp.grad_scaler.OptState
@@ -135,6 +135,13 @@ class World:
     def run(self, op: Op) -> Any:
         """Runs one operation."""
         keep_interval_above_tracker(self.scalers)
+        for rig in self.rigs:
+            owners = [p for g in rig.optimizer.param_groups for p in g["params"]]
+            owners = [p for p in owners if p.grad is not None]
+            for p in owners:
+                # Both refuse it, but torch has unscaled those of earlier dtypes by then.
+                if p.grad.is_neg() and p.grad.dtype != owners[0].grad.dtype:
+                    p.grad = None
         return getattr(self, op.name)(*op.arguments)
 
     # Losses and gradients
@@ -427,9 +434,43 @@ class World:
             rig.layouts.append("short")
             rig.optimizer.add_param_group({"params": [extra]})
 
+    # What is rare
+
+    def odd_grad(self, r: int, i: int, kind: str) -> None:
+        """Gives a parameter of plain layout an unusual gradient."""
+        rig = self.rigs[r]
+        p = rig.params[i % len(rig.params)]
+        # torch's fused kernels read raw memory.
+        if p.numel() and p.dim() and not rig.plan.kind.startswith("fused"):
+            p.grad = ODD[kind](filled((p.numel(),), p.dtype, i)).view(p.shape)
+
+    def flag(self, s: int, r: int, value: float) -> None:
+        """Replaces the flags of a checked optimizer, as some projects do."""
+        rig = self.rigs[r]
+        record = self.scalers[s]._per_optimizer_states.get(id(rig.optimizer))
+        if record is not None and not rig.reads_scale:
+            for device in record["found_inf_per_device"]:
+                record["found_inf_per_device"][device] = torch.tensor(value)
+
+    def many_updates(self, s: int, count: int) -> None:
+        for _ in range(count):
+            self.scalers[s].update()
+
+    def frozen(self, r: int, i: int) -> None:
+        """Toggles `requires_grad` of a parameter."""
+        p = self.rigs[r].params[i % len(self.rigs[r].params)]
+        p.requires_grad_(not p.requires_grad)
+
 
 LENGTH = 40
 
+ODD = {
+    "requires_grad": lambda grad: grad.requires_grad_(),
+    "non_leaf": lambda grad: grad.requires_grad_() * 2,
+    "negative": lambda grad: grad._neg_view(),
+    "parameter": torch.nn.Parameter,
+    "view_of_one": lambda grad: torch.cat([grad[:1], grad])[1:],
+}
 BAD = ["none"] * 6 + ["inf", "-inf", "nan", "huge"]
 WHERE = ["first", "middle", "last"]
 SCALES = [2.0**16, 2.0**-10, 1000.3, 3.0, 1.0, 2.0**30]
@@ -480,8 +521,7 @@ def _seed(rng: random.Random) -> int:
 
 Draw = Callable[[random.Random], tuple[Any, ...]]
 # Weight and arguments of every operation; `s` is a scaler's index and `r` a rig's.
-Operations = dict[str, tuple[int, str, Draw]]
-OPERATIONS: Operations = {
+OPERATIONS: dict[str, tuple[int, str, Draw]] = {
     "scale": (4, "s", lambda g: (g.choice(OUTPUTS), _seed(g))),
     "backward": (10, "sr", lambda g: (g.choice(BAD), g.choice(WHERE), _seed(g))),
     "grads": (16, "sr", lambda g: (g.choice(BAD), g.choice(WHERE), _seed(g))),
@@ -511,14 +551,16 @@ OPERATIONS: Operations = {
     "grad_scale": (2, "r", lambda g: (g.choice([2.0, 0.5, 1.0]),)),
     "fail_next": (2, "r", lambda g: ()),
     "groups": (3, "r", lambda g: (g.choice(["fresh", "reversed", "split", "drop", "add"]),)),
+    "odd_grad": (6, "r", lambda g: (g.randrange(4), g.choice([*ODD]))),
+    "flag": (2, "sr", lambda g: (g.choice([0.0, 1.0]),)),
+    "many_updates": (1, "s", lambda g: (g.randrange(3),)),
+    "frozen": (1, "r", lambda g: (g.randrange(4),)),
 }
 
 
-def draw_operation(
-    name: str, rng: random.Random, rigs: int, operations: Operations = OPERATIONS
-) -> Op:
+def draw_operation(name: str, rng: random.Random, rigs: int) -> Op:
     """Draws the arguments of one operation."""
-    _, subjects, draw = operations[name]
+    _, subjects, draw = OPERATIONS[name]
     arguments: list[Any] = []
     if "s" in subjects:
         arguments.append(int(rng.random() < 0.15))
@@ -546,13 +588,13 @@ def draw_step(rng: random.Random, rigs: int) -> list[Op]:
     return [*program, Op("update", (s,))]
 
 
-def draw_program(seed: int, operations: Operations = OPERATIONS) -> tuple[Plan, list[Op]]:
+def draw_program(seed: int) -> tuple[Plan, list[Op]]:
     """Draws a plan and `LENGTH` operations from one seed."""
     rng = random.Random(seed)
     plan = draw_plan(rng)
     rigs = len(plan.rigs)
-    names = list(operations)
-    weights = [operations[name][0] for name in names]
+    names = list(OPERATIONS)
+    weights = [OPERATIONS[name][0] for name in names]
     # One program in eight starts without a scaled loss, to reach the errors about that.
     program = [Op("scale", (s, "tensor", 0)) for s in range(2)] if rng.random() < 7 / 8 else []
     while len(program) < LENGTH:
@@ -560,7 +602,7 @@ def draw_program(seed: int, operations: Operations = OPERATIONS) -> tuple[Plan, 
             program += draw_step(rng, rigs)
         else:
             name = rng.choices(names, weights)[0]
-            program.append(draw_operation(name, rng, rigs, operations))
+            program.append(draw_operation(name, rng, rigs))
     return plan, program[:LENGTH]
 
 
@@ -603,7 +645,6 @@ def first_difference(
     sides: Sides = VARIANTS["plain"],
     *,
     watch: bool = True,
-    world: type[World] = World,
 ) -> str | None:
     """Runs a program on both classes and describes the first difference.
 
@@ -611,7 +652,7 @@ def first_difference(
     operations cannot hide a write that comes late.
     """
     ours, theirs, more = sides
-    our_world, their_world = world(ours, plan, **more), world(theirs, plan)
+    our_world, their_world = World(ours, plan, **more), World(theirs, plan)
     for number, op in enumerate(program):
         outcomes = [outcome(partial(each.run, op)) for each in (our_world, their_world)]
         if op.name == "step_and_update":
