@@ -1,4 +1,4 @@
-"""Command line: `python -m ampfast info | run | compare`."""
+"""Command line: `python -m ampfast info | check | run | compare`."""
 
 import argparse
 import importlib
@@ -34,6 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
         help="versions, devices and available backends",
         description="Prints versions, devices, each backend with the reason where it cannot run, "
         "and which backend the gradients of each device get.",
+    )
+    commands.add_parser(
+        "check",
+        help="proof on your machine, in a minute: is everything equal to torch's?",
+        description="Runs lists of gradients of each dtype through each backend of this machine, "
+        "beside torch's ops, and a small training by both scalers; measures both. Prints one block "
+        "of text to paste into an issue.",
+        epilog="Exit code: 1 if anything differs.",
     )
 
     run = commands.add_parser(

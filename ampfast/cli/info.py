@@ -15,11 +15,12 @@ from ampfast import backends
 from ampfast.backends import core, cuda
 
 SCHEMA = 1
+_CHECK = "python -m ampfast check compares it with torch on this machine, in a minute."
 
 
 def run(*, as_json: bool) -> int:
     """Prints the result of :func:`collect`, as text or JSON; returns the exit code 0."""
-    print(json.dumps(collect(), indent=2) if as_json else describe(collect()))
+    print(json.dumps(collect(), indent=2) if as_json else f"{describe(collect())}\n\n{_CHECK}")
     return 0
 
 

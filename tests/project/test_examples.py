@@ -165,7 +165,6 @@ def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatc
 def test_the_gpu_notebook_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = runner_of_notebooks(monkeypatch, "sklearn")(FOLDER / "gpu_check.ipynb").cells
     [block] = [output.text for output in cells[-1].outputs]
-    assert block.startswith("```\nVersions\n") and block.endswith("```\n")
-    for told in ("The training is equal bit for bit.", "GPU rehearsal", "Against torch, of "):
+    assert block.startswith("```text\n") and block.endswith("```\n")
+    for told in ("The training is equal bit for bit.", "Nothing differs."):
         assert told in block
-    assert re.findall(r"^(\w+) +ok ", block, re.MULTILINE) == ["build", "smoke", "decisive"]
