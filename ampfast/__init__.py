@@ -6,7 +6,7 @@ import torch
 
 from ampfast.cores import folders_for
 
-# Where a wheel for several versions of torch has `ampfast._C`.
+# Folders in which a wheel for several versions of torch has `ampfast._C`.
 __path__ = [*__path__, *folders_for(torch.__version__)]
 
 from ampfast import backends, callbacks, functional, report

@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
         )
-        # As one, since argparse would drop a -- after SCRIPT.
+        # They are one argument, since argparse would drop a -- after SCRIPT.
         command.add_argument(
             "program",
             metavar="SCRIPT [ARGS...]",

@@ -74,7 +74,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 def not_compiled(method: Method) -> Method:
     """Keeps torch.compile out of a method and of what it calls.
 
-    As `torch.compiler.disable` does, but by a mark on the code: a wrapper would cost each call
+    As `torch.compiler.disable` does, but by a flag of the code: a wrapper would cost each call
     several Python frames.
     """
     try:

@@ -99,8 +99,8 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
         The replaced names; in `with ampfast.patch(): ...`, the end of the block restores them,
         unless they were patched before.
     """
-    # Before the names change, else FSDP's class would derive from ours; outside the lock, since an
-    # import of a module that calls patch() holds that module's lock.
+    # This comes before the names change, else FSDP's class would derive from ours; outside the
+    # lock, since an import of a module that calls patch() holds that module's lock.
     stand_ins = {ours._stands_for: ours for ours in map(_stand_in, _MODULES)}
     global _swap
     with _lock:
@@ -200,7 +200,7 @@ def _deprecated(torch_class: Any, device: str) -> Any:
 
 
 def _reduce_stand_in(cls: type) -> Any:
-    # By the module of torch's class, since three stand-ins share a name.
+    # It names the module of torch's class, since three stand-ins share a name.
     torch_class = vars(cls).get("_stands_for")
     return cls.__qualname__ if torch_class is None else (_stand_in, (torch_class.__module__,))
 
@@ -220,7 +220,7 @@ def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _names_of(named: Iterable[Any], namespace: dict[str, Any]) -> list[tuple[str, Any]]:
-    # By identity, since a module may hold values that refuse to be compared or hashed.
+    # Identity is compared, since a module may hold values that refuse to be compared or hashed.
     wanted = set(map(id, named))
     return [(name, value) for name, value in namespace.copy().items() if id(value) in wanted]
 

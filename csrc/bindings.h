@@ -102,7 +102,7 @@ struct ClipTuple : Fields {
 
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device);
 
-// The rows of marks, each of kMarkWords, and the completed steps of a pass; null without marks.
+// Overflow counters, rows of kMarkWords, and the completed steps of a pass; null without any.
 struct Marks {
   int64_t* words = nullptr;
   int64_t parameters = 0;

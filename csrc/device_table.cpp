@@ -141,7 +141,7 @@ void upload(DeviceTable& table) {
 std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
   std::vector<int64_t> content(1);
   uint64_t hash = 0;
-  // Four words at once: only one multiplication of them waits for those before.
+  // Four words at once: only one multiplication of them waits for the words before.
   const auto add = [&](int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
     content.insert(content.end(), {a, b, c, d});
     const uint64_t mixed = static_cast<uint64_t>(a) * 0xff51afd7ed558ccd ^

@@ -13,7 +13,7 @@ constexpr int64_t kWindowBytes = 8192;
 
 // Programs take chunks in turn: parts of one tensor, usually of so many bytes; smaller in lists
 // that have too few of them, else some programs would have a third more to do than others, and
-// larger in those with four times enough, whose sums of squares take time. A chunk begins at an
+// larger in lists with four times enough, whose sums of squares take time. A chunk begins at an
 // aligned address unless its tensor begins with it.
 constexpr int64_t kUsualChunkBytes = 8 * kWindowBytes;
 constexpr int64_t kMostChunkBytes = 32 * kWindowBytes;

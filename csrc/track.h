@@ -6,7 +6,7 @@
 
 namespace ampfast {
 
-// A row of marks. Steps are counted from 1, so that 0 says never.
+// A row of overflow counters. Steps are counted from 1, so that 0 says never.
 enum MarkWord : int64_t {
   kLastNonFinite,   // the last step in which a used value was infinite or NaN
   kLastNan,         // the last step in which one was NaN

@@ -34,9 +34,17 @@ USE = {
     "aside|behind": "apart, after",
     "gone": "missing, destroyed",
     "perhaps": "may",
+    "(forward|backward) pass(es)?": "forward, backward: a pass reads or writes all gradients",
+    "overflow marks|marks of (tracking|overflows)": "overflow counters",
+    "skips? limits? of steps|limit of the skips": "skip limit: a norm, limit of skips: a count",
+    "(list|lists) of gradients": "gradient list",
+    "what is not here": "what is missing, with its noun",
 }
 # Words that may stay in a file, such as the name of a function.
-EXCEPTIONS = {"csrc/device_kernels.cpp": {"riding"}}
+EXCEPTIONS = {
+    "csrc/device_kernels.cpp": {"riding"},
+    "ampfast/diagnose/find_nonfinite.py": {"forward pass", "forward passes"},
+}
 
 
 def prose(path: Path) -> str:

@@ -48,7 +48,7 @@ _REMEDIES = {
 
 
 class Kernels(Protocol):
-    """Kernels of a backend over lists of gradients of a device.
+    """Kernels of a backend over gradient lists of a device.
 
     Attributes:
         pass_over: Runs a pass over an optimizer's gradients at once, as in _C.pyi; None, with
@@ -138,7 +138,7 @@ class Choice:
     """Kernels by device, for a requested backend or the default.
 
     A requested backend applies to the devices that it supports, "aten" to all; others keep their
-    default. Under TRITON_INTERPRET=1 "triton" takes CPU tensors, and those on a GPU take the next
+    default. Under TRITON_INTERPRET=1 "triton" takes CPU tensors, and GPU tensors take the next
     backend.
 
     Args:
@@ -182,7 +182,7 @@ class Choice:
         Raises:
             RuntimeError: As for `name_for`.
         """
-        # Without a call of `name_for`, since every step asks.
+        # It does not call `name_for`, since every step asks.
         name = self._on_cpu if device.type == "cpu" else self.name_for(device)
         return _kernels.get(name) or _kernels_of(name)
 
@@ -226,7 +226,7 @@ def support(name: str, device: torch.device | None = None) -> Support:
             least = ".".join(map(str, _LEAST_CAPABILITY[name]))
             return Support(False, f"{device} has compute capability below {least}")
     try:
-        # In a thread of its own, without the caller's modes.
+        # A thread of its own is without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
             return Support.unless(aside.submit(_try_out, name, device).result())
     except Exception as error:  # compilers raise errors of many types
@@ -305,7 +305,7 @@ def _takes_cpu(name: str | None) -> bool:
 
 
 def _what_is_missing(name: str) -> str:
-    """What a GPU backend lacks here, as far as is known without a launch; else an empty text."""
+    """Returns what a GPU backend lacks, as known without a launch; else an empty text."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         return _NO_GPU

@@ -148,7 +148,7 @@ def run(grads: TensorList, work: Pass) -> Tensor:
     measures = observes or (factor is not None and _may_overflow(factor, divides))
     squares, peaks = [], []
     for group in grads.groups:
-        # Before they are written, for products that are not rounded to 16 bits.
+        # Norms come before the write, for products that are not rounded to 16 bits.
         norms = group.norms(2.0) if sums is not None else []
         _check_or_write_(group, work, factor, found_inf, measures)
         used = _peaks(group, work, factor) if measures else []
@@ -163,7 +163,7 @@ def run(grads: TensorList, work: Pass) -> Tensor:
                 by = factor.to(squares[-1].dtype).reciprocal() if divides else factor
                 squares[-1] = _times(squares[-1], by, used[0])
         if work.marks is not None:
-            _mark_group_(group, work, factor, used)
+            _count_group_(group, work, factor, used)
             if norms:
                 table = _by_parameter(work.marks, group.numbers, squares[-1].square())
                 squares_in(work.marks).add_(table)
@@ -176,7 +176,7 @@ def run(grads: TensorList, work: Pass) -> Tensor:
 
 
 def _factor_of(work: Pass) -> Tensor | None:
-    """What values are multiplied or, by `Factor.DIVIDE`, divided by."""
+    """Returns the number that values are multiplied or, by `Factor.DIVIDE`, divided by."""
     if work.factor is None or work.how is Factor.NONE:
         return None
     return inverse(work.factor) if work.how is Factor.TIMES_RECIPROCAL else work.factor
@@ -257,8 +257,8 @@ def _times(norms: Tensor, factor: Tensor, peaks: Tensor) -> Tensor:
     return torch.where(by == 0, peaks.to(norms.dtype), norms * by)
 
 
-def _mark_group_(group: _Group, work: Pass, factor: Tensor | None, peaks: list[Tensor]) -> None:
-    """Marks the parameters of a group; of a single gradient by its values on this rank."""
+def _count_group_(group: _Group, work: Pass, factor: Tensor | None, peaks: list[Tensor]) -> None:
+    """Counts overflows of the parameters of a group; of a single gradient those on this rank."""
     if not group.is_usual:
         local = _local(group.tensors[0])
         by = None if work.write else factor
@@ -278,7 +278,7 @@ def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) ->
             _check_and_unscale_(group.tensors, flag, factor)
         first = group.tensors[0]
         dtype = first.dtype
-        # In place as torch's clip, which counts where a gradient overlaps itself.
+        # It writes in place as torch's clip, which counts where a gradient overlaps itself.
         is_strided = type(first) is Tensor and first.layout is torch.strided
         is_plain = group.is_usual or (is_strided and dtype.is_floating_point)
         if is_plain and dtype.itemsize >= 4:
@@ -406,7 +406,7 @@ def _update(fields: tuple[Any, ...], limits: Any, may_spike: bool) -> None:
         scale.copy_(torch.where(spiked, before, scale))
         tracker.copy_(torch.where(spiked, tracker_before, tracker))
         keeps = keeps + spiked
-    # In the order of the state's counters what makes each grow, and stay, else it is 0.
+    # A counter grows or stays if its entry here, in the order of the state, is set; else it is 0.
     grows = [one, flag, scale, before, flag, overflow, spiked]
     stays = [one, one, one, one, flag, keeps, one]
     least = [zero, zero, zero, zero, before, scale]  # the others stay 0
@@ -545,7 +545,7 @@ def p_norm(
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()  # of a DTensor
     elif type(norm) is not Tensor:
-        # Of an unknown subclass.
+        # It is of an unknown subclass.
         norm = allocate(torch.tensor, norm.item(), dtype=widest(grad.device), device=grad.device)
     return norm.to(widest(grad.device))
 
@@ -595,7 +595,7 @@ def spike_(
 
 
 def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> None:
-    """Marks the parameters with inf/NaN gradients; no host sync.
+    """Counts the step for the parameters with inf/NaN gradients; no host sync.
 
     Args:
         marks: As for `Pass`.
@@ -608,12 +608,12 @@ def mark_(marks: Tensor, now: Tensor, numbers: Iterable[int], used: Tensor) -> N
     last, times = marks[:, :2], marks[:, 2:4]
     step = now.reshape(-1)[0] + 1
     # Counts once per step, in any number of passes.
-    marked = torch.where(found, step, last), times + (found & (last < step))
-    marks[:, : core.MARK_SQUARES] = torch.cat(marked, dim=1)
+    counted = torch.where(found, step, last), times + (found & (last < step))
+    marks[:, : core.MARK_SQUARES] = torch.cat(counted, dim=1)
 
 
 def _by_parameter(marks: Tensor, numbers: Iterable[int], values: Tensor) -> Tensor:
-    """A value for each row of marks, -0 where its parameter is none of `numbers`."""
+    """A value for each row of overflow counters, -0 where its parameter is none of `numbers`."""
     zero = allocate(torch.full, (), -0.0, dtype=values.dtype, device=values.device)
     rows = [zero] * len(marks)
     for number, value in zip(numbers, values.unbind(), strict=True):
@@ -622,7 +622,7 @@ def _by_parameter(marks: Tensor, numbers: Iterable[int], values: Tensor) -> Tens
 
 
 def squares_in(marks: Tensor) -> Tensor:
-    """Returns the view of sums of squares in marks, of shape (P,), in the widest dtype."""
+    """Returns the sums of squares in overflow counters, a view of shape (P,), in widest dtype."""
     dtype = widest(marks.device)
     return marks.view(dtype)[:, core.MARK_SQUARES * marks.itemsize // dtype.itemsize]
 

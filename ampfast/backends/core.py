@@ -97,9 +97,9 @@ class Pass(NamedTuple):
             or None.
         sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16
             bits, or quotients, and the largest magnitude as it is used; NaN wins. Or None.
-        marks: int64 of shape (P, MARK_WORDS), for P parameters: the last step with an inf or NaN
-            value as it is used, and the number of such steps, the same of NaN, and the bits of a
-            float64 to which a pass with sums adds the sum of squares. Or None.
+        marks: Overflow counters: int64 of shape (P, MARK_WORDS), for P parameters: the last step
+            with an inf or NaN value as it is used, and the number of such steps, the same of NaN,
+            and the bits of a float64 to which a pass with sums adds the sum of squares. Or None.
         now: int64 whose first element is the number of completed steps; None without marks.
         factor_copy: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.

@@ -12,7 +12,7 @@ from ampfast.backends.cuda_graphs import is_stream_capturing as is_capturing
 # As in _C.pyi.
 __all__ = ["is_capturing"]
 
-# For every architecture in one file, which setup.py makes where nvcc is.
+# One file has the kernels for every architecture; setup.py makes it where nvcc is.
 KERNELS = Path(__file__).parents[1] / "kernels.fatbin"
 
 multi_tensor = compiled.cuda_multi_tensor
@@ -22,7 +22,7 @@ limit_programs = compiled.cuda_limit_programs
 
 
 def missing() -> str:
-    """What the kernels lack here besides a GPU; else an empty text."""
+    """Returns what the kernels lack here besides a GPU; else an empty text."""
     if torch.version.hip is not None:
         return "the CUDA kernels are for NVIDIA's GPUs, and this torch is for AMD's"
     return "" if KERNELS.exists() else "ampfast was built without its CUDA kernels"

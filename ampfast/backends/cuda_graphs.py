@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Where a GPU is in use, whether its current stream is being captured; without a Python frame.
+# Tells whether the current stream of a GPU in use is being captured; adds no Python frame.
 is_stream_capturing: Any = (
     torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool
 )

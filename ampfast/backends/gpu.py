@@ -13,7 +13,7 @@ from ampfast.backends.scalars import float_of
 
 
 class Ending:
-    """What the last program of a check does besides: an update of the scale, a copy of it.
+    """Further work of the last program of a check: an update of the scale, a copy of it.
 
     Attributes:
         update: The update, with at most one flag besides that of the check, or None.
@@ -51,7 +51,7 @@ class DeviceKernels:
 
     def __init__(self, launcher: Any) -> None:
         self._launcher = launcher
-        # Without a Python frame each.
+        # A partial adds no Python frame.
         self.pass_over: Any = partial(core.pass_over_on, launcher)
         self.clip_over: Any = partial(core.clip_over_on, launcher)
         self.run: Any = partial(core.run_on, launcher)

@@ -33,7 +33,7 @@ _TIMED = (100, 10_000)
 def run() -> int:
     """Compares ampfast with torch on every device of this machine, and prints one block of text.
 
-    Lists of gradients of each dtype go through each backend, a small training through both scalers.
+    Gradient lists of each dtype go through each backend, a small training through both scalers.
 
     Returns:
         The exit code: 1 if anything differs or fails, else 0.

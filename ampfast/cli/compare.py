@@ -37,7 +37,7 @@ _Record = dict[str, Any]
 
 
 class _CannotCompareError(Exception):
-    """What the program lacks, as the end of a sentence."""
+    """Says what the program lacks, as the end of a sentence."""
 
 
 def run(
@@ -70,7 +70,7 @@ def run(
 
 
 def _compared(theirs: list[_Record], ours: list[_Record], again: list[_Record]) -> dict[str, Any]:
-    """What is printed about a run with torch's scalers, one with ampfast's, and torch's again."""
+    """Compares a run with torch's scalers, one with ampfast's, and one with torch's again."""
     differences = _differences(theirs, ours)
     first, broken = (_first(each) for each in (differences, _differences(theirs, again)))
     is_equal = len(ours) == len(theirs) and first is None
@@ -136,7 +136,7 @@ def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:
 def _differences(
     theirs: list[_Record], ours: list[_Record]
 ) -> list[dict[str, tuple[int, str, str]]]:
-    """By scaler and kind of value: the first step that differs, and both values.
+    """Returns the first step that differs and both values, by scaler and kind of value.
 
     Scalers are compared in the order of their first use.
     """
@@ -144,7 +144,7 @@ def _differences(
     for differing, a, b in zip(found, theirs, ours, strict=False):
         for name, values in a["values"].items():
             for pairs in zip_longest(values, b["values"][name]):
-                # By their digits, since -0.0 == 0.0 and NaN != NaN.
+                # The digits are compared, since -0.0 == 0.0 and NaN != NaN.
                 if repr(pairs[0]) != repr(pairs[1]):
                     step = min(pair[0] for pair in pairs if pair is not None)
                     told = [repr(p[1]) if p is not None and p[0] == step else "none" for p in pairs]

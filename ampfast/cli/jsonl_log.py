@@ -18,7 +18,7 @@ from ampfast.scaler.history import History
 # Seconds between two reads of the scalers' histories, unless these would forget steps before.
 _PERIOD = 1.0
 _MOST_STEPS = state_layout.RING_STEPS // 2
-# What a line has, in this order.
+# The entries of a line, in this order.
 _NAMES = ("scaler", "step", "scale", "skipped", "grad_norm")
 
 
@@ -45,7 +45,7 @@ class StepLog:
     def __init__(self, path: str) -> None:
         self._path: Path | None = Path(path).resolve()
         self._path.write_text("")
-        # By id, each scaler and the number of its steps that are in the file.
+        # Each scaler, by its id, and the number of its steps that are in the file.
         self._scalers: dict[int, tuple[Any, int]] = {}
         self._updates, self._read_at = 0, time.monotonic()
 

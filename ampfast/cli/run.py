@@ -127,7 +127,7 @@ def run(
     steps = None if log is None or not is_first_rank() else StepLog(log)
 
     def finish() -> None:
-        # Neither in a fork of the program's, nor a second time.
+        # It reports neither in a fork of the program's, nor a second time.
         if os.getpid() == process and not is_over:
             if steps is not None:
                 steps.write()

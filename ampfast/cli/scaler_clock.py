@@ -71,7 +71,7 @@ class Record:
         self.times: dict[str, list[float]] = {"own": [], "step": []}
         names = ("losses", "scales", "skips")
         self.values: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
-        # Of this iteration; then what is still on a device, of earlier ones, too.
+        # Times of this iteration; values that are still on a device, of earlier ones, too.
         self.spent_ns = self.end_ns = 0
         self.tensors: list[tuple[str, int, Tensor]] = []
 

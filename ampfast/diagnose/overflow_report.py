@@ -72,8 +72,8 @@ class OverflowReport:
         totals: All parameters that ever overflowed.
         is_everywhere: Whether these are all trainable parameters, two or more, of the optimizers
             that overflowed in that step: their common cause is the loss or an activation.
-        module: With `track="modules"`, the first module whose values were not finite in the passes
-            with gradients of that step.
+        module: With `track="modules"`, the first module whose values were not finite as it ran
+            with gradients in that step.
     """
 
     step: int | None
@@ -147,7 +147,7 @@ class Tracking:
         self.is_empty = True  # before the first pass
         self._names, self._measures = names, measures
         self._records: ByOptimizer[_Record] = ByOptimizer()
-        # In the order of the optimizers' first passes.
+        # The order is that of the optimizers' first passes.
         self._histories: list[_History] = []
 
     def start(
@@ -176,11 +176,11 @@ class Tracking:
         if self._measures:
             record.reset_squares()
         return lambda device: Track(
-            record.history.marks_on(device), scalars.moved(steps[:1], device)
+            record.history.counters_on(device), scalars.moved(steps[:1], device)
         )
 
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
-        """Returns a pass over plain gradients that marks overflows, without a walk in Python.
+        """Returns a pass over plain gradients that counts overflows, without a walk in Python.
 
         None if the gradients must be sorted first: for parameters without table, and for
         parameters of other groups than last.
@@ -189,23 +189,23 @@ class Tracking:
         if (
             record is None
             or steps is None
-            or steps.device not in record.history.marks
+            or steps.device not in record.history.counters
             or not has_parameters(optimizer.param_groups, record.groups)
         ):
             return None
         if self._measures:
             record.reset_squares()
-        return Pass(*work[:7], record.history.marks[steps.device], steps, *work[9:])
+        return Pass(*work[:7], record.history.counters[steps.device], steps, *work[9:])
 
     def record_norms(self, optimizer: Any) -> None:
         """Keeps the norms of a pass over an optimizer's gradients that has summed squares."""
         record = self._records.get(optimizer)
-        if record is not None and record.history.marks:
-            marks = record.history.marks
+        if record is not None and record.history.counters:
+            counters = record.history.counters
             if record.norms is None:
                 refuse_capture("the creation of norms by parameter")
-                record.norms = NormHistory(len(record.params), next(iter(marks)))
-            record.norms.append([aten.squares_in(each) for each in marks.values()])
+                record.norms = NormHistory(len(record.params), next(iter(counters)))
+            record.norms.append([aten.squares_in(each) for each in counters.values()])
 
     def norm_report(self) -> NormReport:
         """Norms of living optimizers' parameters; one host sync."""
@@ -223,10 +223,10 @@ class Tracking:
     def overflow_report(self) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
         self._look()
-        on_host = _rows_on_host([t for each in self._histories for t in each.marks.values()])
+        on_host = _rows_on_host([t for each in self._histories for t in each.counters.values()])
         totals: list[ParameterOverflows] = []
         for number, each in enumerate(self._histories):
-            read = [list(islice(on_host, len(table))) for table in each.marks.values()]
+            read = [list(islice(on_host, len(table))) for table in each.counters.values()]
             for place, *rows in zip(each.places(number), *read, strict=True):
                 totals += _overflows(place, rows)
         report = OverflowReport.of(totals)
@@ -266,7 +266,7 @@ class Names:
     """
 
     def __init__(self) -> None:
-        # By a module's own name of the parameter, the one to report.
+        # Names to report, by a module's own name of the parameter.
         self._of_modules: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()
 
     def give(self, model: torch.nn.Module) -> None:
@@ -291,7 +291,7 @@ class Names:
 
 
 class _History:
-    """What is known of an optimizer's parameters; it outlives them and the optimizer."""
+    """Facts about an optimizer's parameters; this object outlives them and the optimizer."""
 
     def __init__(self, record: _Record, optimizer_type: str) -> None:
         self.record, self._optimizer_type = weakref.ref(record), optimizer_type
@@ -299,7 +299,7 @@ class _History:
         self._places = [(g, i) for g, group in enumerate(record.groups) for i in range(len(group))]
         self._names: list[str] = []
         self.trainable = 0  # number of parameters
-        self.marks: dict[torch.device, Tensor] = {}
+        self.counters: dict[torch.device, Tensor] = {}
 
     def look(self, names: dict[Tensor, str]) -> None:
         """Looks at the parameters, which live, and at their names."""
@@ -314,23 +314,23 @@ class _History:
         named = zip(self._names, self._places, strict=True)
         return [(name, number, self._optimizer_type, *place) for name, place in named]
 
-    def marks_on(self, device: torch.device) -> Tensor:
-        """The table of a device."""
-        if device not in self.marks:
+    def counters_on(self, device: torch.device) -> Tensor:
+        """The overflow counters of a device."""
+        if device not in self.counters:
             refuse_capture("the creation of tracking tables")
             shape = len(self._places), MARK_WORDS
-            marks = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
-            aten.squares_in(marks).fill_(-0.0)
-            self.marks[device] = marks
-        return self.marks[device]
+            counters = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
+            aten.squares_in(counters).fill_(-0.0)
+            self.counters[device] = counters
+        return self.counters[device]
 
 
 class _Record:
     """The parameters of one optimizer, for as long as it lives."""
 
     def __init__(self, groups: Groups, optimizer_type: str) -> None:
-        # Held as long as the optimizer has them: an address may be that of a new parameter, and
-        # torch cannot convert parameters that have weak references.
+        # Parameters are held as long as the optimizer has them: an address may be that of a new
+        # parameter, and torch cannot convert parameters that have weak references.
         self.groups = tuple(map(tuple, groups))
         self.params = list(chain.from_iterable(self.groups))
         self.history = _History(self, optimizer_type)
@@ -338,8 +338,8 @@ class _Record:
 
     def reset_squares(self) -> None:
         """Sets the sums of squares to -0, to which adding one makes 0, before a pass."""
-        for marks in self.history.marks.values():
-            aten.squares_in(marks).fill_(-0.0)
+        for counters in self.history.counters.values():
+            aten.squares_in(counters).fill_(-0.0)
 
 
 def require_known(track: str | None) -> None:

@@ -24,7 +24,7 @@ from ampfast.optim.master_weights import MasterWeights
 
 Value = TypeVar("Value")
 
-# By the id of a callable that lives: reading a signature takes longer than checking a thousand
+# Answers by the id of a living callable: reading a signature takes longer than checking a thousand
 # gradients.
 _signatures: dict[int, tuple[weakref.ref[Callable[..., Any]], bool]] = {}
 
@@ -162,7 +162,7 @@ class ByOptimizer(Generic[Value]):
 
 _FLAG = "_step_supports_amp_scaling"
 
-# By optimizer: what its answer depends on, as it was when last judged, and the answer.
+# Each optimizer has what its answer depended on when it was last judged, and the answer.
 _judged = ByOptimizer[tuple[list[Any], bool]]()
 _warned: set[tuple[Any, ...]] = set()
 
@@ -259,7 +259,7 @@ operators = attrgetter("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fus
 # Options that choose another kernel.
 _OPTIONS: dict[str, list[dict[str, Any]]] = {"SGD": [{}, {"momentum": 0.9}]}
 
-# By class, dtype, device type and operators.
+# Faults by class, dtype, device type and operators.
 _faults: dict[tuple[Any, ...], str | None] = {}
 
 

@@ -176,14 +176,14 @@ class MasterWeights(torch.optim.Optimizer):
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
         except RuntimeError:
-            # Asked for here alone: parameters keep it, so this is a first step.
+            # grad_dtype is read only here: parameters keep it, so this is a first step.
             for param, grad in zip(params, grads, strict=True):
                 if param.grad_dtype not in (None, torch.float32):
                     param.grad_dtype = None
                 param.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; a gradient that is not set to None gets the dtype of `grad_dtype` again.
+        """Zeroes as torch's; a gradient that is not set to None gets `grad_dtype` again.
 
         Args:
             set_to_none: Whether to set gradients to None.
@@ -251,7 +251,7 @@ class MasterWeights(torch.optim.Optimizer):
         _warn_of_rounded(self, saved, weights)
         swap = _Swap(self)
         try:
-            # Tensors of their own: state dicts that were returned share memory with those held.
+            # Tensors of their own: state dicts that were returned share memory with the held ones.
             loaded = {param: _loaded(weight, param) for param, weight in weights.items()}
             self._masters = masters
             swap.enter()
@@ -601,8 +601,8 @@ def _is_trained(param: Tensor) -> bool:
 @cache
 def _class_of(kind: Any) -> type[MasterWeights]:
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # In this order, or an instance could not change to the class where the first base of its kind
-    # is no optimizer.
+    # The bases have this order, or an instance could not change to the class where the first base
+    # of its kind is no optimizer.
     base, bases = cast(Any, type(kind)), (kind, MasterWeights)
 
     def mro(cls: type) -> Any:
@@ -612,7 +612,7 @@ def _class_of(kind: Any) -> type[MasterWeights]:
     made: Any = type(base.__name__, (base,), {"mro": mro})(kind.__name__, bases, names)
     step: Any = torch.optim.Optimizer.profile_hook_step(MasterWeights.step)
     step.hooked = True
-    # For those who ask whether it takes a closure or a scaler.
+    # For code that asks whether it takes a closure or a scaler.
     step.__signature__ = inspect.signature(kind.step)
     made.step, made._master_weights_of = step, kind
     return cast(type[MasterWeights], made)

@@ -62,7 +62,7 @@ class _LoopChecks:
         self._updates, self._told = 0, set[str]()
         # By the id of a gradient: a reference to it, its version, and the limit to which it was
         # clipped, or None if it was unscaled and not stepped.
-        self._marks: dict[int, tuple[weakref.ref[Tensor], int, float | None]] = {}
+        self._written: dict[int, tuple[weakref.ref[Tensor], int, float | None]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
         seen |= dict.fromkeys(("get_scale", "_set_scale"), self._reads)
@@ -89,7 +89,7 @@ class _LoopChecks:
         """Ends the checks, and what they cost."""
         if self._is_over:
             return
-        self._is_over, self._marks = True, {}
+        self._is_over, self._written = True, {}
         torch_functions.on_clip = None
         for place, name, original, ours in self._replaced:
             if vars(place)[name] is ours:
@@ -122,15 +122,15 @@ class _LoopChecks:
     def see_clip(self, params: list[Tensor], max_norm: Any) -> None:
         """Keeps which gradients were clipped, and to which norm."""
         if isinstance(max_norm, Real):
-            self._mark(_grads_of(params), float(max_norm))
+            self._keep(_grads_of(params), float(max_norm))
 
-    def _mark(self, grads: list[Tensor], limit: float | None) -> None:
-        self._marks |= {id(grad): (weakref.ref(grad), grad._version, limit) for grad in grads}
+    def _keep(self, grads: list[Tensor], limit: float | None) -> None:
+        self._written |= {id(grad): (weakref.ref(grad), grad._version, limit) for grad in grads}
 
-    def _marks_of(self, grads: list[Tensor]) -> list[float | None]:
-        """The limit, or None, of each gradient that nothing has written since its mark."""
-        found = ((grad, self._marks.get(id(grad))) for grad in grads)
-        return [m[2] for grad, m in found if m and m[0]() is grad and m[1] == grad._version]
+    def _limits_of(self, grads: list[Tensor]) -> list[float | None]:
+        """The limit, or None, of each gradient that nothing has written since it was kept."""
+        found = ((grad, self._written.get(id(grad))) for grad in grads)
+        return [k[2] for grad, k in found if k and k[0]() is grad and k[1] == grad._version]
 
     def _scales(self, scaler: Any, loop: _Loop, *_: Any, **__: Any) -> None:
         loop.has_scaled = loop.has_used = True
@@ -148,10 +148,10 @@ class _LoopChecks:
             if turn is not None and turn["stage"] is not READY:
                 continue
             grads = _grads_of_optimizer(each)
-            marks = self._marks_of(grads)
-            if grads and marks == [None] * len(grads):
+            found = self._limits_of(grads)
+            if grads and found == [None] * len(grads):
                 self._tell(_TWICE, "unscaling", each, scaler)
-            limits = [limit for limit in marks if limit is not None]
+            limits = [limit for limit in found if limit is not None]
             if limits and loop.has_used and not loop.has_read:
                 self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
 
@@ -162,7 +162,7 @@ class _LoopChecks:
             if turns.get(id(optimizer)) is not turn:
                 continue
             if is_unscaled(turn):
-                self._mark(_grads_of_optimizer(optimizer), None)
+                self._keep(_grads_of_optimizer(optimizer), None)
             # One that overrides scale() may scale without ours.
             is_ours = type(scaler).scale is vars(self._kind)["scale"] and "scale" not in vars(
                 scaler

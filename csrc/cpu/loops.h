@@ -229,7 +229,7 @@ struct Squares {
     }
   }
 
-  // Moves the first sums to those in float64.
+  // Moves the first sums to the sums in float64.
   template <int kCount>
   AMPFAST_INLINE void move_to(Squares<T, double>& wide) {
     float lanes[kCount];

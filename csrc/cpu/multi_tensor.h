@@ -6,7 +6,7 @@
 
 namespace ampfast::cpu {
 
-// The overflow marks of parameters, a row of kMarkWords for each.
+// The overflow counters of parameters, a row of kMarkWords for each.
 struct Rows {
   int64_t* words;
   int64_t parameters;

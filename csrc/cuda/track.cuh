@@ -1,4 +1,4 @@
-// Per-parameter tracking in the CUDA kernels: marks of overflows.
+// Per-parameter tracking in the CUDA kernels: overflow counters.
 #pragma once
 
 #include "gatherer.cuh"

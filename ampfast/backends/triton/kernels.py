@@ -21,7 +21,7 @@ def _enumerated(names):
 
 
 def _kernel(function):
-    """Of arguments only the table is specialized, which is aligned as torch's allocator does."""
+    """Specializes no argument but the table, which is aligned as torch's allocator does."""
     names = inspect.signature(function).parameters
     others = [name for name in names if name.islower() and name != "table_ptr"]
     return triton.jit(function, do_not_specialize=others)
@@ -47,8 +47,8 @@ _INFINITY = tl.constexpr(0x7FF0000000000000)
 _HEADER = _enumerated("FINISHED PEAK")
 _NOT_FINITE = tl.constexpr(1 << 32)
 _CHUNK = _constants(ADDRESS=0, EXTENT=1, WORDS=2, PARAMETER_SHIFT=32)
-# Words of a parameter's marks, as in csrc/track.h.
-_MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN SQUARES WORDS")
+# Words of a parameter's overflow counters, as in csrc/track.h.
+_TRACK = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN SQUARES WORDS")
 # Words of a scaler's state and of the norms of the steps taken, as in csrc/scale.h.
 _STATE = _constants(**vars(core.state_layout))
 _NORM = _constants(**vars(core.norm_layout))
@@ -100,7 +100,7 @@ def _load_factor(factor_ptr, FACTOR: tl.constexpr):
 
 @triton.jit
 def _multiplier(factor, FACTOR: tl.constexpr):
-    """By what values are multiplied for their squares, and their sum, as in csrc/element.h."""
+    """Returns the factor of values for their squares, and of their sum, as in csrc/element.h."""
     if FACTOR == _FACTOR.DIVIDE:
         wide = factor.to(tl.float64)
         inverse = (1.0 / wide).to(tl.float32)
@@ -227,18 +227,18 @@ def _take(values, mask, factors, seen, WRITE: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _mark(row_ptr, now_ptr, used):
+def _count_overflow(row_ptr, now_ptr, used):
     """Counts this step once for a parameter if `used`, float64 bits of threads, is not finite."""
     bad = used >= _INFINITY
     # Counted by the first thread to raise it; otherwise nothing is read.
     none = used * 0
     step = tl.load(now_ptr + none, mask=bad, other=0) + 1
-    seen = tl.atomic_max(row_ptr + _MARKS.LAST_NON_FINITE + none, step, mask=bad, sem="relaxed")
-    times_ptr = row_ptr + _MARKS.TIMES_NON_FINITE + none
+    seen = tl.atomic_max(row_ptr + _TRACK.LAST_NON_FINITE + none, step, mask=bad, sem="relaxed")
+    times_ptr = row_ptr + _TRACK.TIMES_NON_FINITE + none
     tl.atomic_add(times_ptr, none + 1, mask=bad & (seen < step), sem="relaxed")
     bad = used > _INFINITY
-    seen = tl.atomic_max(row_ptr + _MARKS.LAST_NAN + none, step, mask=bad, sem="relaxed")
-    times_ptr = row_ptr + _MARKS.TIMES_NAN + none
+    seen = tl.atomic_max(row_ptr + _TRACK.LAST_NAN + none, step, mask=bad, sem="relaxed")
+    times_ptr = row_ptr + _TRACK.TIMES_NAN + none
     tl.atomic_add(times_ptr, none + 1, mask=bad & (seen < step), sem="relaxed")
 
 
@@ -419,13 +419,13 @@ def multi_tensor(
 
     Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials_ptr` after
     `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
-    values, `divisor_ptr` to a copy of the factor, `marks_ptr` to the overflow marks of parameters.
+    values, `divisor_ptr` to a copy of the factor, `marks_ptr` to overflow counters of parameters.
     With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at
     `coefficient_ptr`. With IS_LAST the last program writes the results and, with `scale_ptr`,
     updates the scale.
     """
     chunks_ptr = table_ptr + word
-    # In turn, so that all programs read one part of the list at a time.
+    # Programs take chunks in turn, so that all read one part of the list at a time.
     chunk, step = tl.program_id(0), tl.num_programs(0)
     fields = _load_chunk(chunks_ptr, chunk)
     factor = _load_factor(factor_ptr, FACTOR)
@@ -483,10 +483,10 @@ def multi_tensor(
         if marks_ptr is not None:
             # Per thread: threads need not wait for each other.
             used = _used_magnitude(peak, factor, FACTOR, DTYPE)
-            row_ptr = marks_ptr + (fields[_CHUNK.EXTENT] >> _CHUNK.PARAMETER_SHIFT) * _MARKS.WORDS
-            _mark(row_ptr, now_ptr, used)
+            row_ptr = marks_ptr + (fields[_CHUNK.EXTENT] >> _CHUNK.PARAMETER_SHIFT) * _TRACK.WORDS
+            _count_overflow(row_ptr, now_ptr, used)
             if NORM:
-                squares_ptr = (row_ptr + _MARKS.SQUARES).to(tl.pointer_type(tl.float64))
+                squares_ptr = (row_ptr + _TRACK.SQUARES).to(tl.pointer_type(tl.float64))
                 tl.atomic_add(squares_ptr, total, sem="relaxed")
             # Each tensor is judged separately; a finite peak may stay.
             bad = used >= _INFINITY

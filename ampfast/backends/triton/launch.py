@@ -23,7 +23,7 @@ INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
 
 _interpreter_lock = threading.Lock()
 
-# Of every NVIDIA GPU that Triton supports.
+# Every NVIDIA GPU that Triton supports has as many.
 REGISTERS_PER_SM = 65_536
 # Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3
@@ -152,7 +152,7 @@ def _as_usual(
 
 
 def _addresses(arguments: _Arguments) -> _Arguments:
-    # Of a tensor Triton would ask the driver, too, whether the device can access it.
+    # For a tensor Triton would ask the driver, too, whether the device can access it.
     return tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
 
 
