@@ -83,7 +83,7 @@ def why_unchecked(optimizer: torch.optim.Optimizer) -> str:
     params = list(_params_of([optimizer]))
     if not params:
         return "The optimizer has no parameters."
-    if next(_gradients_of([optimizer]), None) is None:
+    if not has_gradients(optimizer):
         frozen = sum(not param.requires_grad for param in params)
         return (
             f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "
@@ -94,6 +94,11 @@ def why_unchecked(optimizer: torch.optim.Optimizer) -> str:
         "The gradients came after unscale_() or clip_grad_norm_(), which belong between "
         "backward() and step(), or an override of unscale_ recorded no check."
     )
+
+
+def has_gradients(optimizer: Any) -> bool:
+    """Whether a parameter of an optimizer has a gradient."""
+    return next(_gradients_of([optimizer]), None) is not None
 
 
 def device_of(optimizers: Sequence[Any]) -> torch.device | None:

@@ -34,6 +34,7 @@ from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.optim.fused_support import (
     divides_by_itself,
     explain,
+    has_gradients,
     no_inf_checks,
     why_unchecked,
 )
@@ -370,7 +371,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
                 if turn["stage"] is READY:
                     self._unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
-                    if not self._is_guard:
+                    if not self._is_guard or has_gradients(optimizer):
                         raise no_inf_checks(optimizer)
                     turn["found_inf_per_device"] = {scale.device: new_flag(scale.device)}
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
