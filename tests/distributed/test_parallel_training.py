@@ -31,7 +31,6 @@ from support.comparison import assert_same
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -111,7 +110,7 @@ def under_fsdp1(case: Case) -> Setup:
     options = StateDictOptions(full_state_dict=True)
     return {
         "model": model,
-        "make": TorchSharded if case.options.get("torch") else ampfast.ShardedGradScaler,
+        "make": ampfast.ShardedGradScaler,
         "batches": batches_of([dist.get_rank()], {}),
         "prepare": functools.partial(plant, list(model.parameters())),
         "params": lambda: get_model_state_dict(model, options=options).values(),
@@ -306,16 +305,3 @@ def test_as_one_process(setup: str, world: int, cases: list[Case]) -> None:
                 own = [wanted.parameters[i] for i in owned(case, world, rank)]
                 wanted = Trace(wanted.steps, wanted.norms, own)
             assert_same(vars(trace), vars(wanted), str(case))
-
-
-@pytest.mark.parametrize("way", ["step", "unscale"])
-@pytest.mark.parametrize("kind", ["adamw", "fused_adamw"])
-def test_torchs_sharded_scaler(kind: str, way: str, torch_fails: Any) -> None:
-    case = Case(kind, way, {"orig": False, "torch": True})
-    [[expected]] = ranks.run(alone, [case], range(2), ranks=1)
-    outcomes = ranks.attempt(trained, "fsdp1", [case])
-    fails = any(each.error or each.value[0].steps != expected.steps for each in outcomes)
-    if kind == "adamw":
-        assert not fails
-    else:
-        torch_fails(f"ShardedGradScaler with a fused optimizer, {way}", fails)

@@ -1,7 +1,6 @@
-"""The demo: equal runs, different runs, and every reason not to start."""
+"""The demo: equal runs and different runs."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,27 +76,3 @@ def test_runs_that_differ(
     verdict = " ".join(output[output.index("The runs DIFFER: ") :].split())
     assert f"{LABELS[1]} has other losses" in verdict
     assert image.imread(path).size > 0
-
-
-def test_reasons_not_to_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "_train", lambda *_: pytest.fail("the demo began to train"))
-    for missing, device, name, told in (
-        *(
-            (name, "cpu", "p.png", f"cannot import {package}; run: pip install {package}\n")
-            for name, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
-        ),
-        *((None, "cpu", name, "cannot write {}: ") for name in ("missing/p.png", ".")),
-        *(
-            (None, device, "p.png", f"device '{device}' cannot be used: ")
-            for device in ("cuda:99", "nonsense", "meta")
-        ),
-    ):
-        with monkeypatch.context() as patch:
-            if missing is not None:
-                patch.setitem(sys.modules, missing, None)
-            assert demo.run(STEPS, device, 0, tmp_path / name) == 2
-        output, errors = capsys.readouterr()
-        assert (output, errors.count("\n")) == ("", 1)
-        assert errors.startswith(f"ampfast demo: {told.format(tmp_path / name)}")
