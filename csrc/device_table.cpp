@@ -206,7 +206,7 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
   if (++table->uses == (is_small ? kUsesOfStep + 1 : 1)) {
     upload(*table);
   } else if (!holds && !stream.device().is_cpu()) {
-    // Else torch's allocator would hand the memory out again while launches read it.
+    // Without it torch's allocator would hand the memory out again while launches read it.
     const at::DataPtr& memory = table->words.storage().data_ptr();
     at::getHostAllocator(stream.device_type())
         ->record_event(memory.get(), memory.get_context(), stream);

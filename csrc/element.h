@@ -51,14 +51,14 @@ AMPFAST_ELEMENT Opmath used_value(Opmath value, Factor how, float factor) {
   }
 }
 
-// By what gradients are multiplied for their sum of squares, and that sum afterwards.
+// Factors of gradients for their sum of squares, and of this sum afterwards.
 struct Multiplier {
   float of_values;
   double of_squares;
 };
 
-// Where a factor divides, its reciprocal: a division takes as long as several products. That of a
-// scale below 2^-128 would be infinite.
+// A factor that divides becomes its reciprocal: a division takes as long as several products. The
+// reciprocal of a scale below 2^-128 would be infinite.
 AMPFAST_ELEMENT Multiplier multiplier_of(Factor how, float factor) {
   const bool inverts = how == Factor::kDivide || how == Factor::kTimesReciprocal;
   const float inverse = inverts ? inverse_scale(factor) : factor;

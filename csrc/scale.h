@@ -29,7 +29,7 @@ enum StateWord : int64_t {
   kRing = 40,
 };
 
-// After it, the last steps: step i at i % kRingSteps.
+// The ring of the last steps follows it: step i is at i % kRingSteps.
 constexpr int64_t kRingSteps = 1024;  // a power of 2, so that no count leads out of it
 enum RingWord : int64_t {
   kRingScale,   // with which the step was taken

@@ -8,7 +8,7 @@ namespace ampfast {
 
 constexpr int64_t kAddressAlignment = 16;
 
-// What a program loads at once.
+// Bytes that a program loads at once.
 constexpr int64_t kWindowBytes = 8192;
 
 // Programs take chunks in turn: parts of one tensor, usually of so many bytes; smaller in lists
@@ -19,7 +19,7 @@ constexpr int64_t kUsualChunkBytes = 8 * kWindowBytes;
 constexpr int64_t kMostChunkBytes = 32 * kWindowBytes;
 constexpr int64_t kEnoughChunks = 4096;
 
-// What the programs of a launch tell each other; zero between launches.
+// Words by which the programs of a launch communicate; zero between launches.
 enum HeaderWord : int64_t {
   kFinished,  // how many programs are done, plus kNotFinite for each that saw an inf or NaN
   kPeak,      // float64 bits of the largest magnitude that the optimizer would use

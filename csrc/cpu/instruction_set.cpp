@@ -82,7 +82,7 @@ struct InstructionSet {
   const Loops* loops;
 };
 
-// What this machine can run, best first.
+// The instruction sets that this machine can run, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> found = [] {
 #ifdef AMPFAST_NEON

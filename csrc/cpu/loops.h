@@ -111,7 +111,7 @@ int64_t peak_bits(const void* data, int64_t numel) {
   return peak.bits();
 }
 
-// In which a type is computed, and a register of it.
+// The type in which a type is computed, and a register of it.
 template <class T>
 using Opmath = std::conditional_t<sizeof(T) == sizeof(double), double, float>;
 template <class T>

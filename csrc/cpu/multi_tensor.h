@@ -18,7 +18,7 @@ struct Work {
   bool write = false;  // multiplies in place; else reads
   Factor how = Factor::kNone;
   float factor = 1;
-  // By which the rounded products are multiplied. This pass decides nothing, and reads nothing
+  // The rounded products are multiplied by it. This pass decides nothing, and reads nothing
   // that it does not change.
   std::optional<double> coefficient;
   // Gets the sum of squares of the values times the factor, or divided by it, and the largest

@@ -140,7 +140,7 @@ AMPFAST_INLINE Floats widen(Halves bits, Half /*tag*/) {
 #else
   const Words all = widen_bits(bits);
   const Words magnitude = all & 0x7fff;
-  // Made by arithmetic on normal floats, so that a flush-to-zero mode cannot lose it.
+  // Arithmetic on normal floats makes it, so that a flush-to-zero mode cannot lose it.
   const Words subnormal = as<Words>(as<Floats>(0x3f000000 | magnitude) - 0.5f);
   const Words normal = (magnitude << 13) + 0x38000000;
   const Words special = (magnitude << 13) | 0x7f800000;

@@ -1,5 +1,5 @@
-// What the kernels take of CUDA's driver, which is looked for at run time, so that a core is built
-// without CUDA.
+// Functions of CUDA's driver for the kernels. The core looks for the driver at run time, so that it
+// is built without CUDA.
 #pragma once
 
 #include <cstddef>

@@ -39,7 +39,7 @@ struct Pair16 {
   }
 };
 
-// By intrinsics, since torch compiles extensions without the operators of these types.
+// It converts by intrinsics, since torch compiles extensions without the operators of these types.
 struct Float16 : Pair16 {
   AMPFAST_ELEMENT static void widen(Word word, float* values) {
     const float2 pair = __half22float2(bits_as<__half2>(word));

@@ -21,7 +21,7 @@ constexpr int kStride = kThreads * kVectorBytes;
 template <class WordAt, class Visit, class Begin>
 __device__ void for_chunks(const WordAt& word_at, int count, const Visit& visit,
                            const Begin& begin) {
-  // In turn, so that all programs read one part of the list at a time.
+  // Programs take turns, so that all read one part of the list at a time.
   int chunk = static_cast<int>(blockIdx.x);
   const int step = static_cast<int>(gridDim.x);
   // Each thread loads one word. Were all to load the same, the compiler would want it in a register
@@ -59,7 +59,7 @@ __device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place
   }
 }
 
-// Where the whole vectors of a chunk are, in bytes after its beginning, and the element outside of
+// Places of the whole vectors of a chunk, in bytes after its beginning, and the element outside of
 // them that this thread takes: the first threads take the elements before, as many others the ones
 // after.
 template <class Format>
@@ -129,7 +129,7 @@ struct Gatherer {
   Opmath coefficient;
   typename Format::Peak peak = 0;
   double squares = 0;
-  // By vectors and then by windows, since the error of a sum grows with the number of its terms.
+  // Sums go by vectors and then by windows, as the error of a sum grows with the number of terms.
   Opmath vector_squares = 0;
   Opmath window_squares = 0;
 

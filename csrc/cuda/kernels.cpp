@@ -14,7 +14,7 @@ namespace ampfast::cuda {
 
 namespace {
 
-// In the order of Kind, and in that of Dtype.
+// The order is that of Kind, and below that of Dtype.
 constexpr const char* kKindNames[kKinds] = {"check",        "check_norm", "unscale",
                                             "unscale_norm", "clip",       "clip_by"};
 constexpr const char* kTableNames[] = {"float32", "float64", "float16", "bfloat16"};

@@ -9,7 +9,7 @@ namespace ampfast::cuda {
 
 namespace {
 
-// As many as sm_75 has threads for, and it leaves 64 registers to a thread.
+// sm_75 has threads for as many, and this leaves 64 registers to a thread.
 constexpr int kLeastProgramsPerSm = 8;
 
 __device__ double sum(double a, double b) { return a + b; }

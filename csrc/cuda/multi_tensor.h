@@ -9,7 +9,7 @@
 
 namespace ampfast::cuda {
 
-// Of a program of the kernels over a table.
+// Threads of a program of the kernels over a table.
 constexpr int kThreads = 128;
 
 // Passes over a table.
