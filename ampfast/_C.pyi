@@ -116,6 +116,17 @@ def kinds_of(params: Sequence[Any], /) -> bytes: ...
 # Drops the tensors that are held by nothing else.
 def drop_unheld(values: dict[Tensor, Any], /) -> None: ...
 
+# Of one forward pass under `find_nonfinite`, and its backward; csrc/watch.cpp.
+class Reads:
+    def __init__(self, words: Callable[[], Tensor | None], earlier: Reads | None) -> None: ...
+    def values_of(self, structure: Any) -> list[int]: ...
+    def forget(self) -> None: ...
+    is_off: bool
+    tables: list[Tensor]
+    values: list[tuple[tuple[int, int] | None, torch.dtype]]
+    gradients: list[tuple[int, tuple[int, int]]]
+    updates: Tensor | None
+
 class GradList:
     @staticmethod
     def of(

@@ -12,10 +12,16 @@ namespace ampfast {
 void bind_steps(py::module_& m);
 // Calls over kernels that are launched.
 void bind_device_kernels(py::module_& m);
+// Reads of the tensors of watched models.
+void bind_watch(py::module_& m);
 
 namespace cuda {
 // Launches of the CUDA kernels.
 void bind(py::module_& m);
+
+// Launches a read of a list of one tensor, whose device is the current one, into a row of
+// kPeakWords.
+void read_peak(const GradList& list, double* row);
 }  // namespace cuda
 
 template <class Kernel>

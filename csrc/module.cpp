@@ -105,6 +105,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("chunks", &GradList::chunks);
   bind_steps(m);
   bind_device_kernels(m);
+  bind_watch(m);
 
   py::class_<Segment>(m, "Segment", made_here, py::is_final())
       .def_readonly("dtype", &Segment::dtype)

@@ -37,6 +37,15 @@ enum ChunkWord : int64_t {
 };
 constexpr int kParameterShift = 32;
 
+// What a read of one tensor writes: the bits of a float64, the largest magnitude. The other words
+// are zero between launches.
+enum PeakWord : int64_t {
+  kLargest,
+  kRaised,    // what the programs that are done have seen
+  kPrograms,  // how many they are
+  kPeakWords,
+};
+
 // Words of a table that the arguments of a launch have room for, of 4 KB in all.
 constexpr int64_t kWordsOfLaunch = 448;
 

@@ -240,6 +240,9 @@ bool run(const GradList& grads, const Work& work) {
     work.sums[0] = sum_of_squares;
     work.sums[1] = peak;
   }
+  if (work.peak != nullptr) {
+    *work.peak = peak;
+  }
   return !std::isfinite(peak);
 }
 

@@ -24,6 +24,7 @@ struct Work {
   // Gets the sum of squares of the values times the factor, or divided by it, and the largest
   // magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
+  double* peak = nullptr;     // gets the largest magnitude alone
   std::optional<Rows> marks;  // of the parameters of values not finite as used
 };
 

@@ -124,6 +124,18 @@ void launch_clip_coefficient(const py::tuple& given) {
 
 }  // namespace
 
+void read_peak(const GradList& list, double* row) {
+  const DtypeList& values = list.lists().front();
+  const int64_t bytes = values.elements * values.element_size();
+  Launch work;
+  work.dtype = dtype_of(values.dtype);
+  work.words[0] = reinterpret_cast<intptr_t>(values.spans.front().address);
+  work.words[1] = bytes;
+  work.chunks = static_cast<int>((bytes + kReadBytes - 1) / kReadBytes);
+  work.sums = row;
+  launch(kRead, work, place_on(list.device()));
+}
+
 void bind(py::module_& m) {
   m.def("cuda_load_kernels", [](int device, const py::bytes& image) {
     load_kernels(device, PyBytes_AS_STRING(image.ptr()));

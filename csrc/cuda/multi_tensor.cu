@@ -154,6 +154,29 @@ __device__ void pass(const Launch& launch) {
   }
 }
 
+// The largest magnitude of one tensor. The last program leaves the row ready for another launch.
+template <class Format>
+__device__ void read(const Launch& launch) {
+  Gatherer<Format, false, false, false> gatherer{1, 1};
+  for (int chunk = static_cast<int>(blockIdx.x); chunk < launch.chunks;
+       chunk += static_cast<int>(gridDim.x)) {
+    const int64_t first = chunk * kReadBytes;
+    const int64_t left = launch.words[1] - first;
+    take_chunk<Format>(gatherer, reinterpret_cast<char*>(launch.words[0] + first),
+                       static_cast<int>(left < kReadBytes ? left : kReadBytes));
+  }
+  const auto peak = reduced(gatherer.peak, larger);
+  if (threadIdx.x == 0) {
+    auto* row = reinterpret_cast<int64_t*>(launch.sums);
+    const auto used = used_peak<Format>(peak, Factor::kNone, 1);
+    raise(row + kRaised, magnitude(static_cast<double>(used)));
+    if (static_cast<unsigned int>(add_in_order(row + kPrograms, 1)) == gridDim.x - 1) {
+      row[kLargest] = __ldcg(row + kRaised);
+      row[kRaised] = row[kPrograms] = 0;
+    }
+  }
+}
+
 }  // namespace
 
 #define AMPFAST_KERNEL(NAME, ...)                                             \
@@ -169,7 +192,8 @@ __device__ void pass(const Launch& launch) {
   AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false, false>)     \
   AMPFAST_KERNEL(unscale_norm_##TABLE, pass<FORMAT, true, true, false, false>) \
   AMPFAST_KERNEL(clip_##TABLE, pass<FORMAT, true, false, true, false>)         \
-  AMPFAST_KERNEL(clip_by_##TABLE, pass<FORMAT, true, false, true, true>)
+  AMPFAST_KERNEL(clip_by_##TABLE, pass<FORMAT, true, false, true, true>)       \
+  AMPFAST_KERNEL(read_##TABLE, read<FORMAT>)
 
 AMPFAST_KERNELS(float32, Float32)
 AMPFAST_KERNELS(float64, Float64)

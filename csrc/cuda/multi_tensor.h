@@ -20,8 +20,12 @@ enum Kind {
   kUnscaleNorm,
   kClip,    // unscales and multiplies by the coefficient
   kClipBy,  // by that of a clipping, which it computes from sums
+  kRead,  // of one tensor, whose address and bytes are the `words`, to a row of kPeakWords: `sums`
   kKinds,
 };
+
+// What a program of a read takes at a time.
+constexpr int64_t kReadBytes = 2 * kWindowBytes;
 
 // One launch over a segment of a table. All pointers are to memory of the device; if one may be
 // null, it says what that means.

@@ -39,7 +39,7 @@ def made_by(names, size):
 """
 pytestmark = pytest.mark.slow
 
-PASSES = ("check", "check_norm", "unscale", "unscale_norm", "clip", "clip_by")
+PASSES = ("check", "check_norm", "unscale", "unscale_norm", "clip", "clip_by", "read")
 ERROR, NOT_LOADED = "RuntimeError: ampfast: ", "the CUDA kernels are not loaded on device 0"
 # What a process does, and how the lines that it prints begin.
 CASES = {
@@ -104,3 +104,18 @@ with mock.patch.object(torch.cuda, "is_available", lambda: True):
     missing = "RuntimeError: backend 'cuda' cannot run here: ampfast was built without its CUDA"
     assert refused.startswith(missing)
     assert other.startswith("the CUDA kernels are for NVIDIA's GPUs, and this torch is for AMD's")
+
+
+def test_a_watched_step_launches_one_read_for_each_tensor() -> None:
+    program = """
+made = driver.stand_in()
+_C.cuda_load_kernels(0, IMAGE)
+finder = __import__("ampfast.diagnose.find_nonfinite", fromlist=["find_nonfinite"])
+finder._way_of = lambda device: 2
+net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(40)])
+with finder.find_nonfinite(net):
+    for _ in range(2):
+        net(torch.ones(2, 4)).square().sum().backward()
+        print(made.calls("cuLaunchKernel"))
+"""
+    assert said(program) == ["81", "162"], "the input, 40 outputs and their gradients"

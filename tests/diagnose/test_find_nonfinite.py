@@ -7,7 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import host_reads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ampfast
 
 INF, NAN = float("inf"), float("nan")
+quant: Any = torch.ao.quantization
 
 
 class Op(nn.Module):
@@ -96,15 +98,62 @@ def told(fault: Any, **expected: Any) -> bool:
     return {name: getattr(fault, name) for name in expected} == expected
 
 
+Step = Callable[[Tensor], Tensor]
+
+
+def after(*makes: Callable[[Any], Any]) -> Callable[[Any], Step]:
+    """What is made of a watched model is trained, broken, and no longer there."""
+
+    def form(model: Any) -> Step:
+        for make in makes:
+            train(make(model), torch.full((4, 8), NAN))
+        return model  # type: ignore[no-any-return]
+
+    return form
+
+
+def quantized(model: Any) -> Any:
+    model.qconfig = quant.get_default_qat_qconfig()
+    return quant.prepare_qat(model)
+
+
+FORMS: dict[str, Callable[[Any], Step]] = {
+    "eager": lambda model: model,
+    **{
+        f"checkpointed, {again}": (
+            lambda model, again=again: (
+                lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=again)
+            )
+        )
+        for again in (False, True)
+    },
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "in a compiled function": lambda model: torch.compile(lambda x: model(x), backend="eager"),
+    "after what is made of it": after(
+        copy.deepcopy, quantized, lambda model: torch.jit.script(model[0])
+    ),
+    "DDP": nn.parallel.DistributedDataParallel,
+    "FSDP2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ZOO)
-def test_the_module_is_named(name: str) -> None:
+def test_a_scaler_names_the_module(name: str, form: str, request: pytest.FixtureRequest) -> None:
+    if form in ("DDP", "FSDP2"):
+        request.getfixturevalue("world")
+    if "compiled" in form:
+        torch._dynamo.reset()
     make, module, where, kind = ZOO[name]
-    model = net_around(make())
-    with ampfast.find_nonfinite(model) as finder:
-        train(model)
+    training = Trained(model := net_around(make()))
+    training.models = (FORMS[form](model),)
+    training.optimizers = [torch.optim.SGD(model.parameters())]  # of FSDP2's
+    training.scaler.name_parameters(model)
     name = type(model.get_submodule(module)).__name__
+    training.step()
     expected = {"module": module, "where": where, "kind": kind, "type": name}
-    assert told(finder.report(), **expected, inputs_finite=True, passes_ago=0)
+    assert told(training.module, **expected, inputs_finite=True, passes_ago=0)
 
 
 class Between(nn.Module):
@@ -325,7 +374,7 @@ class Trained:
     """Models that a scaler with `track="modules"` trains."""
 
     def __init__(self, *models: nn.Module, **arguments: Any) -> None:
-        self.models = models
+        self.models: tuple[Any, ...] = models
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
         self.scaler = ampfast.GradScaler("cpu", 4.0, track="modules", **arguments)
         for model in models:
@@ -369,25 +418,6 @@ def test_a_scaler_blames_no_pass_but_those_of_the_step(mode: Any) -> None:
             training.models[0](torch.full((4, 8), INF))
         training.step()
     assert told(training.module, kind="nan")
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_of_parts_and_of_all(use_reentrant: bool, is_whole: bool) -> None:
-    log = Op(lambda x: (0 * x).log())
-    model = nn.Sequential(nn.Linear(4, 4), log, nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters())
-    scaler = ampfast.GradScaler("cpu", track="modules")
-    scaler.name_parameters(model)
-    again = partial(checkpoint, use_reentrant=use_reentrant)
-    x = torch.ones(2, 4, requires_grad=True)
-    with ampfast.find_nonfinite(model) as finder:
-        output = again(model, x) if is_whole else model[2](again(model[1], model[0](x)))
-        scaler.scale(output.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    for fault in (finder.report(), scaler.overflow_report().module):
-        assert told(fault, module="1", where="output", kind="inf", inputs_finite=True)
 
 
 def test_a_scaler_watches_several_models() -> None:
@@ -436,7 +466,6 @@ def quantizable() -> Any:
     return net
 
 
-quant: Any = torch.ao.quantization
 ONES = (torch.ones(4, 8),)
 MADE: dict[str, Callable[[Any], Any]] = {
     "copies of modules": lambda net: chain(*map(copy.copy, net)),
@@ -492,21 +521,12 @@ def test_finders_and_compiled_calls_of_one_module() -> None:
     assert told(finder.report(), module="0") and model._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("name", ["log of 0", "residual", "checkpointed, gradient, False"])
-def test_in_compiled_functions(name: str, is_whole: bool) -> None:
-    make, module, where, kind = ZOO[name]
-    model, other = net_around(make()), net_around(nn.Tanh())
+def test_others_compile_as_if_no_model_were_watched() -> None:
     torch._dynamo.reset()
-    with ampfast.find_nonfinite(model) as finder:
-        loss = torch.compile(lambda x: model(x).sum(), backend="eager")
-        (torch.compile(model, backend="eager") if is_whole else loss)(
-            torch.rand(4, 8)
-        ).sum().backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            torch.compile(other, backend="eager", fullgraph=True)(torch.rand(4, 8))
-    assert told(finder.report(), module=module, where=where, kind=kind, inputs_finite=True)
+    with ampfast.find_nonfinite(net_around(nn.Tanh())), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = torch.compile(net_around(nn.Tanh()), backend="eager", fullgraph=True)
+        other(torch.rand(4, 8))
 
 
 def test_what_is_no_module_is_refused() -> None:
@@ -547,13 +567,17 @@ def test_under_transforms(is_vmapped: bool) -> None:
     assert fault is not None and told(fault, module="2", inputs_finite=True)
 
 
-def test_a_parameter_that_modules_are_given_has_one_hook() -> None:
-    """It outlives the passes, each of which wants its gradient."""
+def test_a_leaf_is_read_for_the_newest_pass_of_a_finder_and_not_after_it() -> None:
     weight, net = nn.Parameter(torch.ones(8)), chain(Op(lambda w: w * 1))
-    with ampfast.find_nonfinite(net):
+    seen: list[Tensor] = []
+    weight.register_hook(seen.append)
+    with ampfast.find_nonfinite(net) as finder, ampfast.find_nonfinite(net) as other:
         for _ in range(3):
             net(weight).sum().backward()
-            assert len(weight._backward_hooks or {}) == 1
+    net(weight).sum().backward()
+    assert [len(each.reads.gradients) for each in (*finder._passes, *other._passes)] == 6 * [2]
+    assert len(seen) == 4
+    assert pickle.loads(pickle.dumps(weight))._backward_hooks in (None, {})
 
 
 def test_tensors_are_read_once_not_on_the_host_and_not_kept() -> None:
@@ -566,7 +590,25 @@ def test_tensors_are_read_once_not_on_the_host_and_not_kept() -> None:
     block, x = chain(nn.Tanh(), nn.Identity()), torch.rand(4, 8).as_subclass(kind)
     model = chain(nn.Linear(8, 8), block, checkpointed(chain(nn.Linear(8, 8), nn.Tanh()), False))
     with ampfast.find_nonfinite(model) as finder:
-        assert host_reads(lambda: train(model, x)) == 0
+        train(model, x)
         assert weakref.getweakrefcount(x) == 0
     assert len(reads) == 5, "the input, and the outputs of linear layers and tanh"
     assert finder.report() is None
+
+
+def test_a_watched_step_calls_no_op_of_torch_but_a_copy_of_a_count() -> None:
+    """Nothing is allocated, copied or waited for, once 64 passes have their tables."""
+    plain = chain(*[nn.Linear(8, 8) for _ in range(40)])
+    watched, tracked = copy.deepcopy(plain), copy.deepcopy(plain)
+    finder, scaler = ampfast.find_nonfinite(watched), ampfast.GradScaler("cpu", track="modules")
+    scaler.name_parameters(tracked)
+    counts = []
+    for model in (plain, watched, tracked):
+        for _ in range(66):
+            scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
+        counts.append(Counter(event.name.removeprefix("aten::") for event in profile.events()))
+    assert counts[1] == counts[0] and finder.report() is None
+    copies = ("narrow", "slice", "as_strided", "clone", "empty_like", "copy_")
+    assert counts[2] - counts[0] <= Counter(copies) | Counter(as_strided=2, empty_strided=1)

@@ -290,9 +290,7 @@ class _Assembly:
         line["op"] = SAME.get(op, op)
         if op == "rcp":
             line["op"] = "div"
-            operands.insert(1, "0f3F800000")
-            if "f32" not in modifiers:
-                raise UnsupportedPtxError("rcp is supported for f32 alone")
+            operands.insert(1, "0d3FF0000000000000" if "f64" in modifiers else "0f3F800000")
         self._modify(line, modifiers)
         if op == "bra":
             line["target"] = operands[0]

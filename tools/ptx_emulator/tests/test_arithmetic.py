@@ -74,6 +74,7 @@ def test_arithmetic_of_floats() -> None:
     twice = "mov.b64 %rd4, {%r2, %r2}; mul.rn.f32x2 %rd5, %rd4, %rd4; mov.b64 {_, %r3}, %rd5;"
     assert_equal(calculated(twice, small, torch.float32), small * small)
     assert_equal(calculated("rcp.rn.f32 %r3, %r2;", small, torch.float32), 1 / small)
+    assert_equal(calculated("rcp.rn.f64 %rd5, %rd4;", large, torch.float64), 1 / large)
     roots = [math.sqrt(x) if x >= 0 else math.nan for x in large.tolist()]
     assert_equal(
         calculated("sqrt.rn.f64 %rd5, %rd4;", large, torch.float64),
