@@ -1,4 +1,4 @@
-// What find_nonfinite keeps of a forward pass: the largest magnitudes of tensors and of gradients.
+// What find_nonfinite keeps of a forward: the largest magnitudes of tensors and of gradients.
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
@@ -42,7 +42,7 @@ bool is_readable(const at::Tensor& tensor) {
           !py::hasattr(py::cast(tensor), "fake_mode"));
 }
 
-// One forward pass, and its backward. Python keeps it, and Python's lock guards it.
+// A forward of a model, and its backward. Python keeps it, and Python's lock guards it.
 class Reads : public std::enable_shared_from_this<Reads> {
  public:
   // `words` returns a scaler's state, or None. The tables of an earlier pass are used again, since
@@ -70,7 +70,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
     }
   }
 
-  // Ends the forward pass: tensors may be freed, and others come to their addresses.
+  // Ends the forward: tensors may be freed, and others come to their addresses.
   void forget() { known_.clear(); }
 
   bool is_off = false;  // what still comes is not read
