@@ -13,7 +13,6 @@ import torch
 from runs import (
     CLIPS_NO_FUSED,
     PLANTED,
-    SETTINGS,
     STEPS,
     Case,
     Net,
@@ -33,7 +32,6 @@ import ampfast
 L = pytest.importorskip("lightning", reason="needs lightning")
 fabrics = pytest.importorskip("lightning.fabric.plugins", reason="needs lightning")
 plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
-loggers = pytest.importorskip("lightning.pytorch.loggers.logger", reason="needs lightning")
 
 
 def precision_with(kinds: Any, scaler: TorchScaler | None) -> Any:
@@ -164,27 +162,6 @@ def test_schedules_with_overflows(given: bool) -> None:
     # Without the two lines Lightning advances in every step, with any optimizer and scaler.
     assert ahead == rates(Scheduled, "fused_adamw", TorchScaler("cpu", init_scale=64.0))
     assert len(set(ahead)) == STEPS
-
-
-class Memory(loggers.DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if "scaler/steps" in metrics:
-            self.rows.append((step, metrics))
-
-
-def test_figures_in_its_loggers() -> None:
-    memory, scaler = Memory(), ampfast.GradScaler("cpu", **SETTINGS)
-    fit = trainer(scaler, logger=memory, log_every_n_steps=2)
-    ampfast.callbacks.attach(fit)
-    fit.fit(Scheduled("adam"), loader(batches()))
-    logged = [step for step, _ in memory.rows]
-    assert logged == [row["scaler/steps"] for _, row in memory.rows] == [*range(2, STEPS + 1, 2)]
-    skipped = sum(row["scaler/skipped"] for _, row in memory.rows)
-    assert skipped == scaler.stats().skipped >= len(PLANTED)
 
 
 @pytest.mark.parametrize("kinds", [fabrics, plugins], ids=["fabric", "trainer"])
