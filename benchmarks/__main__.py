@@ -42,7 +42,7 @@ COMMANDS = {
     "compare": ("Shows changes beyond both spreads between two result files.", "first", "second"),
     "report": ("Makes report.html and plots/ beside a result file.", "file"),
     "readme": ("Writes a result file and its figures into README.md and docs/.", "file", "--write"),
-    "model": ("Writes docs/kernels.md's table of passes: bytes, launches and times.", "--write"),
+    "model": ("Writes the table of passes of docs/contributing/kernels.md.", "--write"),
 }
 
 

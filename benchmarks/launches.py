@@ -1,6 +1,7 @@
 """Host time of the GPU path without a GPU: launchers over an idle driver.
 
-`python -m benchmarks.launches triton` prints rows of docs/benchmarks_full.md; each needs a process
+`python -m benchmarks.launches triton` prints rows of docs/contributing/benchmarks_full.md; each
+needs a process
 of its own.
 """
 

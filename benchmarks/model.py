@@ -1,4 +1,4 @@
-"""Model of a pass on a GPU beside its measurement: the table of docs/kernels.md."""
+"""Model of a pass on a GPU beside its measurement: the table of docs/contributing/kernels.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .decisive import LISTS, SUBJECT
 from .providers import CHECK, UNSCALE
 from .results import OTHERS, Results
 
-PAGE = "docs/kernels.md"
+PAGE = "docs/contributing/kernels.md"
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
 BYTES_PER_SECOND = 4.3e12
 # Of a launch, until the first gradient is read and after the last: estimated from the machine code,

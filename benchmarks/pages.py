@@ -14,22 +14,22 @@ from .results import NO_SCALER, Results, Row, write_whole
 
 REPORT, PLOTS = "report.html", "plots"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-README, DOCS, FULL = "README.md", "docs/benchmarks.md", "docs/benchmarks_full.md"
+README, DOCS, FULL = "README.md", "docs/benchmarks.md", "docs/contributing/benchmarks_full.md"
 # Nothing else is kept there.
 PICTURES = "docs/measured"
 RESULTS = "benchmarks/results"
 LOOPS = {"conv net": 10, "perceptron 31x32, batch 64": 62, "perceptron 3x512, batch 128": 6}
 NETS = {"gpt2, width 96 of 768": "AdamW", "resnet50, width 16 of 64": "SGD"}
 NETS["dlrm, 500 tables"] = "SGD"
-# Rows of README.md by what is told of each; and those that docs/benchmarks.md shows, too.
-README_ROWS = {
+# Rows of docs/benchmarks.md by what is told of each.
+DOCS_ROWS = {
     f"scaler alone: {case}, {count} parameters, schedule": ("loops", case, "AdamW, schedule")
     for case, count in LOOPS.items()
 } | {
     f"whole step, clipped: {net}, {call}": ("training", net, f"{call}, clip by the scaler")
     for net, call in NETS.items()
 }
-DOCS_ROWS = README_ROWS | {
+DOCS_ROWS |= {
     "whole step, the import alone: gpt2, width 96 of 768, AdamW": (
         *("training", "gpt2, width 96 of 768", "AdamW"),
     ),
@@ -60,9 +60,8 @@ def write_report(results: Results, folder: Path) -> Path:
 
 
 def readme_block(results: Results) -> str:
-    """What clipping gains, real loops, steps that clip, and how it was measured."""
-    table = _main_table("time under bfloat16 of", README_ROWS, results)
-    return "\n\n".join((tables.gain_of_clipping(results), table, _heading(results, f"{RESULTS}/")))
+    """What clipping gains, and the file of all results."""
+    return f"{tables.gain_of_clipping(results)} [Results]({RESULTS}/{file_name(results)})."
 
 
 def docs_block(results: Results) -> str:
@@ -100,10 +99,10 @@ def _time(row: Row | None) -> str:
 
 def full_block(results: Results) -> str:
     """Every subject, with its picture; columns that do not fit are in the result file alone."""
-    parts = [_heading(results, f"../{RESULTS}/")]
+    parts = [_heading(results, f"../../{RESULTS}/")]
     drawn = pictures.draw(results)
     for table in tables.of(results):
-        picture = f"![{table.title}](measured/{table.subject}.svg)"
+        picture = f"![{table.title}](../measured/{table.subject}.svg)"
         image = [picture] if table.subject in drawn else []
         parts += [f"### {table.title}", table.how, *image, table.markdown()]
     return "\n\n".join(parts)
@@ -128,8 +127,8 @@ def committed(folder: Path) -> list[Results]:
 def write_pages(folder: Path, file: Path) -> None:
     """Writes a result file's figures into all pages, its pictures, and the file itself."""
     results = Results.read(file)
-    if tables.NOT_MEASURED in readme_block(results):
-        raise ValueError(f"{file} lacks rows that {README} shows")
+    if tables.NOT_MEASURED in docs_block(results):
+        raise ValueError(f"{file} lacks rows that {DOCS} shows")
     old = [split(folder / page)[1] for page in PAGES]
     earlier = {name for text in old for name in re.findall(rf"{RESULTS}/([^)\s]+\.json)\)", text)}
     figures = pictures.draw(results)

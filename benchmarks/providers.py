@@ -30,7 +30,7 @@ WITHOUT = "AMPFAST_BENCH_WITHOUT"
 FACTORS = (2.0, 0.5, 2**31 - 1)
 # Inverse scale of the comparisons.
 THIRD = 1 / 3
-# Relative tolerance of a norm, as docs/kernels.md has it.
+# Relative tolerance of a norm, as docs/contributing/kernels.md has it.
 NORM_TOLERANCE = 3e-7
 
 Gradients = list[Tensor]

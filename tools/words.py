@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("docs/*.md", "README.md", "CHANGELOG.md", "ampfast/**/*.py", "csrc/**/*.*")
+FILES = ("docs/**/*.md", "README.md", "CHANGELOG.md", "ampfast/**/*.py", "csrc/**/*.*")
 USE = {
     "that one(?=[.,;:)])|theirs|those (of|that)": "the noun that is meant",
     "the (former|latter)|such an?": "the noun that is meant, this",

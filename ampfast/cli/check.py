@@ -24,7 +24,7 @@ _SHAPES = ((1,), (7,), (0,), (257,), (64, 65), (4096,), (4097,), (3, 5, 7), (70_
 # One that is exact, and one that rounds.
 _SCALES = (4.0, 3.0)
 _BAD = {"finite": None, "inf": math.inf, "NaN": math.nan}
-# Largest relative error of a norm, by its dtype; see "Exactness" in docs/kernels.md.
+# Largest relative error of a norm, by its dtype; see "Exactness" in docs/contributing/kernels.md.
 _NORM = {torch.float32: 1e-6, torch.float64: 1e-12}
 _STEPS, _ROUNDS = 40, 30
 _TIMED = (100, 10_000)

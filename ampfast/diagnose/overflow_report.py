@@ -24,7 +24,7 @@ from ampfast.optim.fused_support import ByOptimizer
 _EVERYWHERE = (
     "These are all trainable parameters of their optimizers: the loss or a forward activation was "
     "not finite, or the loss times the scale was not.{} See "
-    '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
+    '"NaN" in docs/troubleshooting.md.'
 )
 
 # Deleted optimizers that are still in reports.

@@ -1,4 +1,4 @@
-"""Files, tables, pictures, pages and comparisons of results; the model of docs/kernels.md."""
+"""Files, tables, pictures, pages and comparisons of results; the model of a pass."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_bad_file_is_one_line_of_error(tmp_path, capsys, content, told):
 
 
 def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "contributing").mkdir(parents=True)
     for page in pages.PAGES:
         (tmp_path / page).write_text(f"before\n{pages.START}\nold\n{pages.END}\nafter\n")
     file, made = tmp_path / "run.json", Results.read(CPU)
@@ -106,7 +106,7 @@ def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_p
         (tmp_path / pages.DOCS).write_text(text)
         refuses(f"{pages.DOCS} must contain")
     results([]).write(file)
-    refuses(r"run.json lacks rows that README.md shows")
+    refuses(r"run.json lacks rows that docs/benchmarks.md shows")
 
 
 def test_the_report_opens_with_the_score_and_pictures_and_folds_tables(tmp_path):

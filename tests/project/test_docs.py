@@ -18,7 +18,8 @@ import ampfast
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-PAGES = sorted(DOCS.glob("**/*.md"))
+USERS, MAKERS = sorted(DOCS.glob("*.md")), sorted(DOCS.glob("contributing/*.md"))
+PAGES = [*USERS, *MAKERS]
 BLOCKS = [
     (page, text.count("\n", 0, found.start(1)) + 1, found[1])
     for page in (README, *PAGES)
@@ -66,30 +67,72 @@ def test_no_code_hides_behind_another_fence() -> None:
 
 def test_quoted_output_is_that_of_the_committed_runs() -> None:
     printed = (ROOT / "benchmarks/results/printed.txt").read_text(encoding="utf-8")
-    readme, migration = (page.read_text("utf-8") for page in (README, DOCS / "migration.md"))
+    readme, migration, spikes = (
+        page.read_text("utf-8") for page in (README, DOCS / "migration.md", DOCS / "spikes.md")
+    )
     command = "python -m ampfast compare --steps 100 examples/digits.py --scaler torch\n"
-    assert readme.count(command) == migration.count(command) == printed.count(command) == 1
-    for page in (readme, migration):
-        quoted = page.split(command)[1].split("```")[0].strip()
-        lines = printed.split(command)[1].split("\n\n$ ")[0].splitlines()
-        assert [line for line in lines if line in quoted.splitlines()] == quoted.splitlines()
+    assert migration.count(command) == printed.count(command) == 1
+    quoted = migration.split(command)[1].split("```")[0].strip()
+    lines = printed.split(command)[1].split("\n\n$ ")[0].splitlines()
+    assert [line for line in lines if line in quoted.splitlines()] == quoted.splitlines()
     losses = re.findall(r"^cl.+?  +(\d\.\d+)  ", printed, re.MULTILINE)
     assert len(losses) == 3
-    told = re.findall(r"^\|.*bad batches.* \| (\d\.\d+) \|$", readme, re.MULTILINE)
+    told = re.findall(r"^\|.*bad batches.* \| (\d\.\d+) \|$", spikes, re.MULTILINE)
     assert told == [f"{float(loss):.2f}" for loss in losses]
     assert "in 10 seeds torch's scaler ruined 10 models" in printed
     assert "ruins the model in 10 of 10 seeds, ampfast in none" in readme
 
 
-def test_every_page_is_in_the_menu_or_linked_from_a_page_there() -> None:
+def test_every_page_is_in_the_menu_or_linked_from_the_page_for_contributors() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = settings.split("\nnav:\n")[1].split("\n\n")[0]
-    listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
-    hidden = re.findall(r"^not_in_nav: /(\S+)$", settings, re.MULTILINE)
-    assert sorted(listed + hidden) == [page.relative_to(DOCS).as_posix() for page in PAGES]
-    links = {path for page in listed for path, _ in LINK.findall((DOCS / page).read_text("utf-8"))}
-    assert set(hidden) <= links
-    assert re.findall(r"^  - (.+):$", nav, re.MULTILINE) == ["Start", "Use", "For contributors"]
+    listed = {DOCS / path for path in re.findall(r": (\S+\.md)$", nav, re.MULTILINE)}
+    makers = DOCS / "contributing" / "index.md"
+    links = {makers.parent / path for path, _ in LINK.findall(makers.read_text("utf-8"))}
+    assert {*USERS, makers} == listed
+    assert {*MAKERS} <= links | {makers}
+    assert re.findall(r"^  - (.+):$", nav, re.MULTILINE) == ["Start", "Use", "Reference"]
+
+
+def test_pages_for_users_are_short() -> None:
+    """README has 90 lines, all others 14,000 words; those with an API have docstrings besides."""
+    assert len(README.read_text("utf-8").splitlines()) <= 90
+    assert sum(len(page.read_text("utf-8").split()) for page in USERS) <= 14_000
+
+
+def columns(page: Path) -> list[list[int]]:
+    """For each table, the longest word of each column, as it is shown."""
+    found: list[list[int]] = []
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text("utf-8"), re.MULTILINE):
+        rows = [row.strip("|").split("|") for row in table.splitlines()]
+        words = [[re.sub(r"\]\([^)]*\)|[\[`*]", "", cell).split() for cell in row] for row in rows]
+        found.append(
+            [max((len(w) for cell in c for w in cell), default=0) for c in zip(*words, strict=True)]
+        )
+    return found
+
+
+@pytest.mark.parametrize("page", [README, *USERS], ids=lambda page: page.stem)
+def test_no_table_is_wider_than_a_phone(page: Path) -> None:
+    """390 pixels hold about 50 letters, less a letter at each side of a cell."""
+    for widths in columns(page):
+        assert sum(widths) + 2 * len(widths) <= 50, widths
+
+
+def test_the_version_is_the_same_in_all_pages() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    [newest, *_] = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)
+    released, version = newest != "Unreleased", ampfast.__version__
+    assert newest in (version, "Unreleased")
+    status = (DOCS / "status.md").read_text("utf-8")
+    assert f"Version {version}, {'' if released else 'not '}released." in status
+    for page in (README, DOCS / "index.md"):
+        assert ("There is no release yet" in page.read_text("utf-8")) is not released, page
+    project, setup = ((ROOT / name).read_text("utf-8") for name in ("pyproject.toml", "setup.py"))
+    [python] = re.findall(r'^requires-python = ">=(.+)"$', project, re.MULTILINE)
+    [torch] = re.findall(r"^OLDEST_TORCH = \((\d+), (\d+)\)$", setup, re.MULTILINE)
+    for oldest in (f"Python {python} or newer", f"torch {'.'.join(torch)} or newer"):
+        assert oldest in README.read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
@@ -109,8 +152,9 @@ def anchors_of(page: Path) -> set[str]:
 
 def test_every_public_name_is_in_the_api_reference() -> None:
     shown: list[Any] = []
-    blocks = re.split(r"^::: ", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for block in blocks[1:]:
+    pages = [(DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "api_more.md")]
+    blocks = [part for text in pages for part in re.split(r"^::: ", text, flags=re.MULTILINE)[1:]]
+    for block in blocks:
         path, names = block.split("\n")[0], re.findall(r"^ +members: \[(.+)\]$", block, re.M)
         if path in sys.modules:
             page = sys.modules[path]
@@ -123,7 +167,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     assert [name for name in public if getattr(ampfast, name) not in shown] == []
 
 
-INTERNALS = (DOCS / "internals.md").read_text(encoding="utf-8")
+INTERNALS = (DOCS / "contributing/internals.md").read_text(encoding="utf-8")
 NAMED = [
     (path, name)
     for path, names in re.findall(r"`([\w/]+\.\w+)`:((?:\s+`\w+`,?)+)", INTERNALS)

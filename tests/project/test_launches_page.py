@@ -15,7 +15,7 @@ from ampfast import GradScaler
 from benchmarks import launches
 
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/benchmarks_full.md"
+PAGE = "docs/contributing/benchmarks_full.md"
 # Of kernels on a GPU alone, which the test's calls on a CPU do not enter.
 OF_GPUS = ("backends/gpu.py", "backends/cuda.py", "backends/triton/launch.py")
 

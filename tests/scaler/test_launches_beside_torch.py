@@ -1,4 +1,4 @@
-"""What a step costs a GPU by both scalers, as docs/kernels.md has it: counted by the ops of a CPU.
+"""What a step costs a GPU by both scalers, as kernels.md has it: counted by the ops of a CPU.
 
 The rule from ops to launches: each op that computes or copies starts one kernel or copy; views and
 empty tensors start none. torch's ops over a list start k, one for as many tensors as fit into a
@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ampfast import GradScaler
 
-PAGE = Path(__file__).parents[2] / "docs/kernels.md"
+PAGE = Path(__file__).parents[2] / "docs/contributing/kernels.md"
 OURS, HOST = "launch of ampfast's", "memory of the host"
 # Single launches, those over the list (k), bytes of N gradients of b bytes, and waits.
 ONE = Counter(single=1)

@@ -26,7 +26,7 @@ from tests.distributed import ranks
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
 
-PAGE = (EXAMPLES.parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
+PAGE = (EXAMPLES.parents[1] / "docs" / "contributing/trainers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(?:^ {4}.*\n)+", PAGE, re.MULTILINE)
 (RECIPE,) = (dedent(block) for block in BLOCKS if "scaler.pt" in block)
 

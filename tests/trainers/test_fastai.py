@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("fastai_on_cpu")
 
 
 def callback_of_the_docs() -> Any:
-    """The class that `docs/trainers.md` gives to those who train float16 models."""
-    page = (EXAMPLES.parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    """The class that `docs/contributing/trainers.md` gives to those who train float16 models."""
+    page = (EXAMPLES.parents[1] / "docs" / "contributing/trainers.md").read_text(encoding="utf-8")
     code = re.search(r"^    class MixedPrecision16.*\n(?:    .*\n|\n)+", page, re.MULTILINE)
     names = {
         "MixedPrecision": fp16.MixedPrecision,
