@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import FLOATS, assert_same
-from support.steps import Training
+from support.steps import Training, take_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,13 +58,7 @@ def ops_of(scaler: Any, size: int, kind: str, way: str = "step") -> list[str]:
         for param in params:
             param.grad = torch.full((4,), 3.0)
         count.names.clear()
-        if way == "clip":
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        if way == "step_and_update":
-            scaler.step_and_update(optimizer)
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        take_step(scaler, optimizer, way=way)
 
     with Count() as count:
         use()
@@ -73,7 +67,7 @@ def ops_of(scaler: Any, size: int, kind: str, way: str = "step") -> list[str]:
     return count.names
 
 
-@pytest.mark.parametrize("way", ["step", "step_and_update"])
+@pytest.mark.parametrize("way", ["step", "together"])
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("size", SIZES)
 def test_few_more_ops_than_torch(place: str, size: int, kind: str, way: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import FLOATS, assert_same, started
+from support.steps import take_step
 
 import ampfast
 from ampfast import GradScaler, StepGuard
@@ -22,11 +23,11 @@ KINDS: dict[str, Any] = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "masters": lambda params: ampfast.master_weights_(torch.optim.AdamW(params, lr=0.1)),
 }
-WAYS = ("step", "unscale_", "clip", "norm of order 3")
+WAYS = ("step", "unscale", "clip", "clip 3")
 BY_KIND = pytest.mark.parametrize(
     ("kind", "way"),
     # Only fused optimizers clip in their step.
-    [*itertools.product(KINDS, WAYS), ("fused", "deferred clip")],
+    [*itertools.product(KINDS, WAYS), ("fused", "defer")],
 )
 
 
@@ -42,20 +43,6 @@ def fill(params: list[torch.nn.Parameter], seed: int, scale: float) -> list[floa
         param.grad = grad.to(param.dtype)
         norms.append(float(param.grad.double().norm()) / scale)
     return norms
-
-
-def take(scaler: Any, optimizer: Any, way: str) -> None:
-    """A step, its gradients measured in one of the ways."""
-    if way == "unscale_":
-        scaler.unscale_(optimizer)
-    elif way == "clip":
-        scaler.clip_grad_norm_(optimizer, 1.0)
-    elif way == "deferred clip":
-        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
-    elif way == "norm of order 3":
-        scaler.clip_grad_norm_(optimizer, 1.0, 3.0)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def last_norms(scaler: Any) -> list[float]:
@@ -75,7 +62,7 @@ def test_norms_of_unscaled_gradients_before_clipping(
     for step in range(3):
         expected = fill(params, step, 8.0)
         scaler.scale(torch.ones(()))
-        take(scaler, optimizer, way)
+        take_step(scaler, optimizer, way=way)
         # torch's ops round a product to its dtype first.
         assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)
 
@@ -86,7 +73,7 @@ def test_last_mean_and_largest_of_the_last_128_steps() -> None:
     scaler.name_parameters(model := torch.nn.ParameterDict({"weight": param}))
     for norm in (1e6, *range(1, 129)):
         param.grad = torch.tensor([0.0, norm * scaler.get_scale()])
-        take(scaler, optimizer, "step")
+        take_step(scaler, optimizer)
     [found] = scaler.grad_norms().parameters
     assert model and (found.name, found.last, found.largest) == ("weight", 128, 128)
     assert found.mean == 129 / 2
@@ -100,7 +87,7 @@ def test_steps_that_overflow_and_parameters_without_gradient(backend: str) -> No
     for values in ((3.0, None, 1.0, None, 2.0), (math.inf, None, math.nan, 4.0, 0.0)):
         for param, value in zip(params, values, strict=True):
             param.grad = None if value is None else torch.tensor([8.0 * value, 0.0])
-        take(scaler, optimizer, "step")
+        take_step(scaler, optimizer)
     rows = [(e.last, e.mean, e.largest) for e in scaler.grad_norms().parameters]
     bad = [(math.inf, 3.0, 3.0), (0.0, math.nan, math.nan), (math.nan, 1.0, 1.0)]
     assert_same(rows, [*bad, (4.0, 4.0, 4.0), (0.0, 1.0, 2.0)])
@@ -119,7 +106,7 @@ def test_dtypes_and_copies(dtype: Any) -> None:
         expected = fill(params, 1, each.get_scale())
         if dtype == "sparse":
             params[1].grad = params[1].grad.to_sparse()
-        take(each, optimizer, "step")
+        take_step(each, optimizer)
         assert last_norms(each) == pytest.approx(expected, rel=1e-6)
 
 
@@ -144,10 +131,10 @@ def test_norms_begin_anew_with_other_parameters() -> None:
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer, scaler = KINDS["plain"]([first]), started(GradScaler, track="norms")
     first.grad = torch.tensor([16.0])
-    take(scaler, optimizer, "step")
+    take_step(scaler, optimizer)
     optimizer.add_param_group({"params": [second]})
     first.grad, second.grad = torch.tensor([32.0]), torch.tensor([8.0])
-    take(scaler, optimizer, "step")
+    take_step(scaler, optimizer)
     old, new = scaler.grad_norms().parameters
     assert (old.last, old.mean, old.largest) == (4.0, 4.0, 4.0)
     assert (new.last, new.mean, new.largest) == (1.0, 1.0, 1.0)
@@ -160,7 +147,7 @@ def test_the_largest_are_printed_first() -> None:
     for param, value in zip(params, (1.0, math.nan, 3.0, math.inf), strict=True):
         param.grad = torch.tensor([8.0 * value])
     optimizer = KINDS["plain"](params)
-    take(scaler, optimizer, "step")
+    take_step(scaler, optimizer)
     model = torch.nn.ParameterDict(zip("abcd", params, strict=True))
     scaler.name_parameters(model)
     assert [line.split() for line in str(scaler.grad_norms()).splitlines()] == [
@@ -187,11 +174,11 @@ def test_where_a_hook_is_overridden_only_a_clip_measures() -> None:
 
     params = parameters()
     optimizer, scaler = KINDS["plain"](params), started(Own, track="norms")
-    for way in ("step", "unscale_"):
+    for way in ("step", "unscale"):
         fill(params, 1, 8.0)
-        take(scaler, optimizer, way)
+        take_step(scaler, optimizer, way=way)
         with pytest.raises(RuntimeError, match=r"Own overrides a hook, .* clip_grad_norm_\(\)"):
             scaler.grad_norms()
     expected = fill(params, 2, 8.0)
-    take(scaler, optimizer, "clip")
+    take_step(scaler, optimizer, way="clip")
     assert last_norms(scaler) == pytest.approx(expected, rel=1e-6)

@@ -13,6 +13,7 @@ import torch
 from support.captures import pretend_capture
 from support.comparison import started
 from support.gradients import parameter_with
+from support.steps import take_step
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler
@@ -50,9 +51,7 @@ def sgd(params: Any) -> torch.optim.SGD:
 
 def report_of(scaler: GradScaler, *optimizers: Any) -> OverflowReport:
     """Report after a step of these."""
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
+    take_step(scaler, *optimizers)
     return scaler.overflow_report()
 
 

@@ -12,6 +12,7 @@ import torch
 from support.comparison import assert_same, started
 from support.gradients import parameter_with
 from support.optimizers import KINDS, OPTIMIZERS
+from support.steps import take_step
 
 from ampfast import GradScaler
 from ampfast.report import ScalerStats
@@ -19,12 +20,6 @@ from ampfast.report import ScalerStats
 
 def optimizer_of(kind: str, value: float = 1.0) -> Any:
     return KINDS[kind]([parameter_with(torch.tensor([1.0, value]))])
-
-
-def step(scaler: Any, *optimizers: Any) -> None:
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
 
 
 def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
@@ -57,14 +52,14 @@ def test_tells_about_the_last_step(kind: str, explicit: bool) -> None:
 def test_several_optimizers_and_scalers_are_kept_apart() -> None:
     first, second = started(), started()
     good, bad = optimizer_of("sgd"), optimizer_of("fused_adam", math.nan)
-    step(first, good, bad)
+    take_step(first, good, bad)
     assert (first.step_skipped(good), first.step_skipped(bad)) == (False, True)
     assert_unknown(second, good)
     # A step of one optimizer leaves the other's result unchanged.
-    step(first, good)
+    take_step(first, good)
     assert first.step_skipped(bad)
     first.found_inf(good).fill_(1.0)  # a copy
-    step(first, good)
+    take_step(first, good)
     assert first.stats().skipped == 1
     bad.zero_grad()
     first.step(bad)
