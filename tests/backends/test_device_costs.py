@@ -15,7 +15,7 @@ from support.comparison import FLOATS, assert_same, started
 from support.gradients import sgd_with
 from support.launchers import ReferenceLauncher
 from support.models import grads_in
-from support.steps import side
+from support.steps import side, take_step
 
 from ampfast import _C, GradScaler, Sigmas, backends, functional
 from ampfast.backends.gpu import DeviceKernels
@@ -33,18 +33,11 @@ pytestmark = pytest.mark.usefixtures("launcher")
 # Steps, their launches, and how often they read and write all gradients
 
 
-def step(run: Any) -> None:
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
+def ending(way: str) -> Callable[[Any], None]:
+    return lambda run: take_step(run.scaler, run.optimizer, way=way)
 
 
-def together(run: Any) -> None:
-    run.scaler.step_and_update(run.optimizer)
-
-
-def unscale(run: Any) -> None:
-    run.scaler.unscale_(run.optimizer)
-    step(run)
+step, together, unscale = map(ending, ("step", "together", "unscale"))
 
 
 def norm(run: Any) -> None:

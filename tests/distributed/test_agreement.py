@@ -13,6 +13,7 @@ import torch.distributed as dist
 from exact_training import whole
 from support.comparison import started
 from support.gradients import parameter_like, parameter_with
+from support.steps import take_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -128,11 +129,7 @@ def nothing(kind: str, way: str) -> str:
     scaler = started(GradScaler, process_group=dist.group.WORLD if kind == "group" else None)
     optimizer = SGD([torch.nn.Parameter(ones)], lr=1.0)
     try:
-        if way == "clip":
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        elif way == "unscale":
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+        take_step(scaler, optimizer, way=way)
     except AssertionError as error:
         return str(error)
     return "stepped"

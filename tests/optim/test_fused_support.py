@@ -13,6 +13,7 @@ import torch
 from support.captures import pretend_capture
 from support.comparison import FLOATS
 from support.optimizers import Reader
+from support.steps import take_step
 
 import ampfast
 
@@ -140,12 +141,12 @@ def calls_of(*optimizers: torch.optim.Optimizer) -> list[object]:
 
 @pytest.mark.parametrize("factor", [2.0, torch.inf], ids=["finite", "overflow"])
 @pytest.mark.parametrize("kind", [ampfast.GradScaler, Hooked], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("way", ["step", "unscale_", "clip", "deferred clip"])
+@pytest.mark.parametrize("way", ["step", "unscale", "clip", "defer"])
 @pytest.mark.parametrize("make", [*WRAPPERS, *DIVIDING], ids=lambda make: make.__name__)
 def test_a_step_is_right_or_skipped(
     make: Callable[[Any], Any], kind: Any, way: str, factor: float
 ) -> None:
-    if kind is Hooked and way == "deferred clip":
+    if kind is Hooked and way == "defer":
         way = "clip"
     param = torch.nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([param], lr=0.125, fused=True)
@@ -154,12 +155,7 @@ def test_a_step_is_right_or_skipped(
     calls = calls_of(inner, optimizer) if is_torchs else calls_of(inner)
     scaler = kind("cpu", 1024.0)
     scaler.scale((param * torch.tensor([1.0, factor])).sum()).backward()
-    if way == "unscale_":
-        scaler.unscale_(optimizer)
-    elif way != "step":
-        scaler.clip_grad_norm_(optimizer, 100.0, in_place=way == "clip")
-    scaler.step(optimizer)
-    scaler.update()
+    take_step(scaler, optimizer, way=way, max_norm=100.0)
     assert param.tolist() == ([0.875, 0.75] if factor == 2 else [1.0, 1.0])
     assert scaler.step_skipped(optimizer) == (factor != 2)
     assert bool(calls) == (factor == 2 or make in DIVIDING), "who skips it?"

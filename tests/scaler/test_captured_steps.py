@@ -33,19 +33,10 @@ def capturing(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> C
     return Capturing(launcher, monkeypatch)
 
 
-def unscale_then_step(training: Training) -> None:
-    training.scaler.unscale_(training.optimizer)
-    training.step()
-
-
-def clip_then_step(training: Training) -> None:
-    training.scaler.clip_grad_norm_(training.optimizer, 0.5)
-    training.step()
-
-
 CALLS = [
     *((Training.step, TorchScaler), (partial(Training.step, together=True), TorchScaler)),
-    *((unscale_then_step, TorchScaler), (clip_then_step, GradScaler)),
+    (partial(Training.step, way="unscale"), TorchScaler),
+    (partial(Training.step, way="clip"), GradScaler),
 ]
 
 

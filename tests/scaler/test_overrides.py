@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import Scaler, agree
-from support.steps import side
-
-from ampfast import GradScaler
+from support.steps import side, take_step
 
 CPU = torch.device("cpu")
 OptState = torch.amp.grad_scaler.OptState
@@ -58,13 +56,8 @@ def run(scaler_type: Scaler, optimizer: Any, at_once: bool = False, **arguments:
         one.scaler.scale(one.loss(seed)).backward()
         if is_bad:
             next(one.model.parameters()).grad.view(-1)[3] = math.inf
-        if at_once and isinstance(one.scaler, GradScaler):
-            one.scaler.step_and_update(one.optimizer)
-            continue
-        if seed % 2 and not at_once:
-            one.scaler.unscale_(one.optimizer)
-        one.scaler.step(one.optimizer)
-        one.scaler.update()
+        way = "together" if at_once else "unscale" if seed % 2 else "step"
+        take_step(one.scaler, one.optimizer, way=way)
     return one.observe()
 
 

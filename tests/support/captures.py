@@ -24,6 +24,7 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.clip import norm_history
 from ampfast.scaler import grad_scaler, max_skips
 from support.comparison import assert_same
+from support.steps import take_step
 
 SHAPE = (37, 129)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -71,12 +72,8 @@ class Training:
         loss = ((self.input * self.weight + self.bias).square() / 64).sum()
         self.scaler.scale(loss).backward()
 
-    def step(self, together: bool = False) -> None:
-        if together and hasattr(self.scaler, "step_and_update"):
-            self.scaler.step_and_update(self.optimizer)
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+    def step(self, together: bool = False, way: str = "step") -> None:
+        take_step(self.scaler, self.optimizer, way="together" if together else way)
 
     def iterate(self, iteration: int, together: bool = False) -> None:
         self.feed(iteration)
