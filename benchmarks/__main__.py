@@ -16,7 +16,7 @@ import torch
 from ampfast import backends
 from ampfast.backends.gpu import DeviceKernels
 
-from . import decisive, kernels, loops, model, pages, steps, tables, training
+from . import decisive, kernels, loops, pages, steps, tables, training
 from .machine import REPOSITORY, default_device, new_results
 from .results import Results
 from .timing import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, CudaQueue, HostQueue, Job, Setting
@@ -30,7 +30,6 @@ SUBJECTS: dict[str, Callable[[Setting], list[Job]]] = {
     "training": training.jobs,
     "kernels": lambda on: kernels.lists_jobs(on, kernels.measure),
     "steps": lambda on: kernels.lists_jobs(on, functools.partial(steps.measure, "steps")),
-    "watched": training.watched_jobs,
     "decisive": decisive.jobs,
 }
 # Not in a run that names none.
@@ -42,7 +41,6 @@ COMMANDS = {
     "compare": ("Shows changes beyond both spreads between two result files.", "first", "second"),
     "report": ("Makes report.html and plots/ beside a result file.", "file"),
     "readme": ("Writes a result file and its figures into README.md and docs/.", "file", "--write"),
-    "model": ("Writes the table of passes of docs/contributing/kernels.md.", "--write"),
 }
 
 
@@ -64,11 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*tables.comparison(*both), sep="\n")
         elif name == "report":
             print(pages.write_report(Results.read(options.file), options.file.parent))
-        elif name == "readme":
-            pages.write_pages(options.write, options.file)
         else:
-            table = model.block(pages.committed(options.write))
-            pages.write_block(options.write / model.PAGE, table)
+            pages.write_pages(options.write, options.file)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

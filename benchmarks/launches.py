@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ampfast import _C, GradScaler, backends
 from ampfast.backends.gpu import DeviceKernels
@@ -51,6 +52,22 @@ def main(arguments: list[str] | None = None) -> None:
         rounds, calls = options.rounds, options.calls
         times = [best(call_of(path, kind, count), rounds, calls) for count in PARAMETERS]
         print(f"| {name} | {path} | {' | '.join(f'{us:.1f}' for us in times)} |")
+    if options.kernels == "cuda":
+        print(f"\nA tensor under find_nonfinite: {watching(options.rounds):.1f} us")
+
+
+def watching(rounds: int) -> float:
+    """Microseconds of a tensor that `find_nonfinite` reads by a launch, hooks included."""
+    finder: Any = sys.modules["ampfast.diagnose.find_nonfinite"]
+    finder._way_of = lambda device: 2
+    nets = [nn.Sequential(*[nn.Linear(ELEMENTS, ELEMENTS) for _ in range(100)]) for _ in range(2)]
+    with finder.find_nonfinite(nets[1]):
+        steps = [
+            lambda net=net: net(torch.ones(1, ELEMENTS)).square().sum().backward() for net in nets
+        ]
+        plain, watched = (best(step, rounds, 1) for step in steps)
+    # The input, 100 outputs and their gradients.
+    return (watched - plain) / 201
 
 
 def give_kernels(kind: str) -> str:

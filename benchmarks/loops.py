@@ -25,7 +25,6 @@ from .steps import make_scaler, scaler_state
 from .timing import Job, Measured, Setting, Subject, assert_same
 
 SCALE = 2.0**10
-MAX_NORM = 0.1
 # Of the comparison; an infinity in one of its steps makes torch's scale back off.
 PARITY_STEPS = 5
 BAD_STEP = 2
@@ -39,7 +38,9 @@ class Kind:
 
     fused: bool = False  # its optimizer takes scale and flag
     clip: bool = False
+    max_norm: float = 0.1
     by_scaler: bool = False  # ampfast's scaler clips, not torch's function
+    in_place: bool = False  # also where a fused optimizer could multiply by the coefficient
     schedule: bool = False  # whose wrapper of `step` counts as the scaler's time on both sides
     feature: str = ""  # name of what ampfast's scaler does besides, and torch's does not
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the feature
@@ -49,6 +50,7 @@ class Kind:
         """Name of the loop, the same for all sides."""
         name = f"{'fused ' if self.fused else ''}{net.optimizer.__name__}"
         clip = f"clip{' by the scaler' if self.by_scaler else ''}" if self.clip else ""
+        clip += ", in place" if self.in_place else ""
         return ", ".join(filter(None, (name, self.schedule and "schedule", clip, self.feature)))
 
 
@@ -149,11 +151,12 @@ class Loop:
         scaler, optimizer = self.scaler, self.optimizer
         if self.kind.by_scaler:
             # Gradients that a fused optimizer unscales are only read.
-            scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.kind.fused)
+            in_place = self.kind.in_place or not self.kind.fused
+            scaler.clip_grad_norm_(optimizer, self.kind.max_norm, in_place=in_place)
         elif self.kind.clip:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.kind.max_norm)
         if scaler is None:
             optimizer.step()
         else:

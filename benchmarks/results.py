@@ -50,7 +50,7 @@ class Row:
     timer: str | None = None
     replaces: str | None = None  # torch's call to compare with, if it has another name
     vs_torch: float | None = None  # torch's time over this one's, the median over rounds
-    over_none: float | None = None  # time over the same without a scaler, or unwatched
+    over_none: float | None = None  # time over the same without a scaler
     bytes: int | None = None  # that the call must move, as in `providers.moved_bytes`
     copy_gb_s: float | None = None  # of a copy of as many bytes
     tensors: int | None = None

@@ -52,11 +52,6 @@ SUBJECTS = {
         "With optimizers without work, so that only the scaler is timed; a fused optimizer takes "
         "scale and flag itself.",
     ),
-    "watched": (
-        "Training steps under find_nonfinite",
-        "Forward, backward and the optimizer's step, without a scaler. Over none is relative to a "
-        "step without find_nonfinite.",
-    ),
     "decisive": (
         "What a GPU is asked first",
         "Lists that no cache holds, replayed from a CUDA graph. A norm is computed with a check. "

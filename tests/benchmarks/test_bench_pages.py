@@ -1,4 +1,4 @@
-"""Files, tables, pictures, pages and comparisons of results; the model of a pass."""
+"""Files, tables, pictures, pages and comparisons of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import machine, model, pages, tables
+from benchmarks import machine, pages, tables
 from benchmarks.results import Results, Row, Spread
 
 ROOT = machine.REPOSITORY
@@ -146,9 +146,3 @@ def test_faster_means_beyond_both_spreads(second, ratio, verdict):
     assert (after / before, said) == (pytest.approx(ratio), verdict)
     text = "\n".join(tables.comparison(results([first]), results([second])))
     assert text.count("  list  ") == (verdict != "within spread")
-
-
-def test_the_page_has_the_table_of_the_code_and_of_the_committed_results():
-    _, block, _ = pages.split(ROOT / model.PAGE)
-    expected = model.block(pages.committed(ROOT))
-    assert block.strip() == expected, "renew it: python -m benchmarks model --write ."

@@ -167,10 +167,15 @@ def test_a_step_takes_the_scalers_time_and_nothing_else(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("on", [ON_CPU, AS_ON_GPU], ids=["on a CPU", "as on a GPU"])
-def test_watched_steps_are_timed_beside_others(monkeypatch, on):
-    plain, watched = training.measure_watched(NET, on).rows
-    assert [row.call for row in (plain, watched)] == ["AdamW", "AdamW, find_nonfinite"]
-    assert plain.over_none is None and watched.over_none > 0
-    monkeypatch.setattr(NonFiniteFinder, "report", lambda finder: None)
-    with pytest.raises(AssertionError, match=r"layers.0.weight is infinite, and the report"):
-        training.measure_watched(NET, on)
+def test_clipped_steps_are_timed_in_every_way(monkeypatch, on):
+    clipped, besides = training.CLIPPED, training.BESIDES
+    rows = training.measure(NET, clipped, on, besides).rows
+    by_scaler = [each.call(NET) for each in (training.BY_SCALER, *besides)]
+    expected = [*(3 * [clipped.call(NET)]), *by_scaler, "fused AdamW"]
+    assert [row.call for row in rows] == expected
+    assert len(set(by_scaler)) == 5 and all(row.replaces == expected[0] for row in rows[3:8])
+    assert [row.over_none is None for row in rows] == [True, *(8 * [False])]
+    assert [row.vs_torch is None for row in rows] == [True, True, *(6 * [False]), True]
+    monkeypatch.setattr(NonFiniteFinder, "report", lambda finder: "layers.0")
+    with pytest.raises(AssertionError, match=r"layers.0"):
+        training.measure(NET, clipped, on, besides)

@@ -99,7 +99,7 @@ def parts(results: Path, out: Path, rehearses: bool = False) -> list[Part]:
         Part("build", [build, INFO], 200, {**environment, "MAKEFLAGS": ""}, vital=True),
         Part("compile", [[python, "tests/gpu/precompile.py"]], 90, environment),
         Part("smoke", smoke, 90, environment, at_once=len(BACKENDS), after=leave_out),
-        measuring("decisive", "decisive", 110),
+        measuring("decisive", "decisive", 170),
         Part("gpu", [[*pytest, *names] for names in files], 200, environment, at_once=4),
         checked("memcheck", 100, PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
         checked("racecheck", 80),
