@@ -193,3 +193,22 @@ def test_refused_under_a_capture(backend: str, device: torch.device, name: str) 
     for each in (training, theirs):
         each.iterate(3)
     assert_same(training.observe(), theirs.observe())
+
+
+def test_a_watched_model(device: torch.device) -> None:
+    """The host never waits, and the values of a replay replace those of the one before."""
+    layers = torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)
+    model, x = torch.nn.Sequential(*layers).to(device), torch.rand(8, 64, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with ampfast.find_nonfinite(model) as finder:
+        with side_stream():
+            model(x).square().sum().backward()
+        with no_syncs():
+            model(x).square().sum().backward()
+        with torch.cuda.graph(graph):
+            model(x).square().sum().backward()
+        for value in (1.0, torch.inf, 1.0):
+            x.fill_(value)
+            graph.replay()
+            fault = finder.report()
+            assert fault is None if value == 1.0 else fault is not None and fault.module == "0"

@@ -17,6 +17,7 @@ from support.gradients import make_gradient
 from support.kernels import flag, grads_of, inverse_of, run_check, run_sums, run_unscale, window
 from support.models import marked, track_for
 
+from ampfast import _C
 from ampfast.backends.core import Update
 
 LISTS = 10_000
@@ -154,3 +155,19 @@ def test_more_elements_than_32_bits_count(backend: str, device: torch.device) ->
         assert run_check(kernels, grads_of([grad])).item() == 1.0, place
         grad[place] = kept
     assert run_check(kernels, grads_of([grad])).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_reads_of_watched_tensors(device: torch.device, dtype: torch.dtype) -> None:
+    reads = _C.Reads(lambda: None, None)
+    for size, offset, bad in itertools.product(
+        (1, 4097, 70_001, 30_000_001), (0, 1, 3), (0.0, math.inf, -math.inf, math.nan)
+    ):
+        values = torch.randn(size + offset, device=device).to(dtype)[offset:]
+        values[size // 2] = bad
+        [number] = reads.values_of(values)
+        found, _ = reads.values[number]
+        assert found is not None
+        row = reads.tables[found[1] // 32][found[1] % 32]
+        largest = values.abs().max().double()
+        assert_same(row[:1], largest.reshape(1), f"{size} values at {offset}")
