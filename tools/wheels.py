@@ -29,6 +29,7 @@ DIST = ROOT / "dist"
 WORK = ROOT / "build/wheels"
 LOG = WORK / "log"
 TOOLS = ("-r", str(ROOT / "requirements/wheels.txt"))
+CHECKER = "twine==6.2.0"
 KERNELS = "kernels.fatbin"
 EMULATOR = ROOT / "tools/ptx_emulator"
 # What torch brings.
@@ -170,9 +171,12 @@ def make(torches: list[str]) -> None:
 
 
 def try_wheel(torches: list[str]) -> None:
-    """Tries the wheel beside each torch alone, with its core and without."""
+    """Tries the wheel beside each torch alone, with its core and without; checks all metadata."""
     if not list(DIST.glob(f"*-cp{sys.version_info[0]}{sys.version_info[1]}-*.whl")):
         raise SystemExit("dist/ has no wheel for this Python: run `make wheels` first")
+    with environment("tools", CHECKER) as python:
+        run(python, "-m", "twine", "check", "--strict", *sorted(DIST.glob("ampfast-*")))
+        print("ok   twine check")
     command = [sys.executable, "-c", "from ptx_emulator import driver; print(driver.path())"]
     cache = {**os.environ, "PTX_EMULATOR_CACHE": str(WORK)}
     made = subprocess.run(command, cwd=EMULATOR, env=cache, check=True, stdout=subprocess.PIPE)

@@ -15,6 +15,7 @@
 #define AMPFAST_REGISTER 16
 #if defined(__x86_64__)
 #define AMPFAST_X86
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #define AMPFAST_NEON
@@ -77,6 +78,14 @@ AMPFAST_END
 
 namespace {
 
+#ifdef AMPFAST_X86
+// Older versions of clang know no "f16c" in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned int a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 struct InstructionSet {
   const char* name;
   const Loops* loops;
@@ -91,7 +100,7 @@ const std::vector<InstructionSet>& instruction_sets() {
     std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
 #endif
 #ifdef AMPFAST_X86
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx2") && has_f16c()) {
       sets.insert(sets.begin(), {"avx2", avx2::kLoops});
     }
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.cuda_kernels import SETUP
 from support.processes import ROOT, module_at
+from torch.utils import cpp_extension
 
 import ampfast
 
@@ -68,6 +69,39 @@ def test_kernels_are_compiled_again_for_each_of_their_sources():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     included = {Path(name).resolve() for name in re.findall(r"\S+csrc\S+", done.stdout)}
     assert included == {ROOT / name for name in SETUP.found(*SETUP.KERNEL_SOURCES)}
+
+
+LIBCXX = ["clang++", "-stdlib=libc++", "-fsyntax-only", "-x", "c++"]
+
+
+@pytest.mark.slow
+def test_clang_and_its_library_compile_the_core():
+    """As on a Mac; torch's own library is the other one here, so that it is not linked."""
+    if (
+        not shutil.which("clang++")
+        or subprocess.run([*LIBCXX, "-"], input=b"#include <string>").returncode
+    ):
+        pytest.skip("needs clang++ and libc++")
+    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    flags = ["-std=c++20", "-DTORCH_EXTENSION_NAME=_C", *SETUP.compile_flags(folders)[0], "-Werror"]
+    for unit in SETUP.units():
+        subprocess.run([*LIBCXX, *flags, str(ROOT / unit)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_core_that_clang_built_passes_tests(sources, tmp_path):
+    if not shutil.which("clang++"):
+        pytest.skip("needs clang++")
+    tree = shutil.copytree(sources, tmp_path / "tree")
+    environ = {**os.environ, "CC": "clang", "CXX": "clang++", "CUDA_HOME": "/nowhere"}
+    build = ["setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run([sys.executable, *build], cwd=tree, env=environ, check=True)
+    told = subprocess.run([sys.executable, "-m", "ampfast", "info"], cwd=tree, capture_output=True)
+    assert b"lang" in re.search(rb"compiler +(.+)", told.stdout)[1]
+    tests = ["tests/scaler", "tests/clip", "tests/backends/test_cpu.py"]
+    pytest_command = ["-m", "pytest", "-q", "-m", "not slow and not sweep", *tests]
+    subprocess.run([sys.executable, *pytest_command], cwd=tree, check=True)
 
 
 def test_flags_keep_the_arithmetic():
