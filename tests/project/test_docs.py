@@ -152,7 +152,7 @@ def anchors_of(page: Path) -> set[str]:
 
 def test_every_public_name_is_in_the_api_reference() -> None:
     shown: list[Any] = []
-    pages = [(DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "api_more.md")]
+    pages = [page.read_text(encoding="utf-8") for page in DOCS.glob("api*.md")]
     blocks = [part for text in pages for part in re.split(r"^::: ", text, flags=re.MULTILINE)[1:]]
     for block in blocks:
         path, names = block.split("\n")[0], re.findall(r"^ +members: \[(.+)\]$", block, re.M)
@@ -160,7 +160,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
             page = sys.modules[path]
             members = names[0].split(", ") if names else page.__all__
             shown += [page, *(getattr(page, name) for name in members)]
-        else:
+        elif ".GradScaler." not in path:
             module, _, name = path.rpartition(".")
             shown.append(getattr(import_module(module), name))
     public = [name for name in ampfast.__all__ if not name.startswith("_")]
