@@ -12,29 +12,38 @@ ifneq ($(filter gpu,$(MAKECMDGOALS)),)
 # Uses the builds that are installed on a machine with a GPU.
 VENV ?=
 endif
-ifneq ($(filter demo,$(MAKECMDGOALS)),)
-ifeq ($(wildcard .venv/.installed),)
-# With little more than torch, whose default build for Linux brings CUDA, several GB. What torch
-# needs comes with the rest. What draws is installed beside it.
-VENV ?= .venv-demo
-NEEDS ?= requirements/build.txt
-DRAWS := $(VENV:=/.draws)
-MAKEFLAGS += --jobs=2
-SMALL_TORCH ?= --no-deps --extra-index-url https://download.pytorch.org/whl/cpu
-endif
-endif
-VENV ?= .venv
-NEEDS ?= requirements/dev.txt requirements/lint.txt
-
-# Most installed files are never imported.
-export PIP_NO_COMPILE := 1
-
 # 3.14 is the newest Python with builds of the pinned torch.
 ifndef PYTHON
 PYTHON := $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' \
 	2>/dev/null && echo $$python && exit; done; echo python3)
 endif
+
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifeq ($(wildcard .venv/.installed),)
+ifneq ($(shell cd / && $(PYTHON) -c 'import torch, setuptools' 2>/dev/null && echo yes),)
+# An interpreter that has torch is used as it is; what draws is put beside it, where it is missing.
+VENV ?=
+DRAWS := $(if $(shell cd / && $(PYTHON) -c 'import matplotlib, sklearn' 2>/dev/null && echo yes),,build/draws/.installed)
+else
+# With little more than torch. What torch needs comes with the rest.
+VENV ?= .venv-demo
+NEEDS ?= requirements/build.txt
+DRAWS := $(VENV:=/.draws)
+MAKEFLAGS += --jobs=2
+TORCH_ONLY := --no-deps
+endif
+endif
+endif
+# The default build of torch for Linux brings CUDA, several GB, which no CPU can use.
+ifeq ($(shell command -v nvidia-smi),)
+SMALL_TORCH ?= $(TORCH_ONLY) --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+VENV ?= .venv
+NEEDS ?= requirements/dev.txt requirements/lint.txt
+
+# Most installed files are never imported.
+export PIP_NO_COMPILE := 1
 
 ifneq ($(VENV),)
 RUN := $(VENV)/bin/python
@@ -76,11 +85,11 @@ help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
 	@sed -n '/^# /!d; s/^#   /  /p' $(MAKEFILE_LIST)
 
-# Where ampfast is installed, and what draws, nothing is built.
+# Where ampfast is installed, nothing is built.
 INSTALLED := $(if $(filter demo,$(MAKECMDGOALS)),$(shell \
-	cd / && $(PYTHON) -c 'import ampfast, matplotlib, sklearn' 2>/dev/null && echo yes))
-demo: $(if $(INSTALLED),,build/built)  ## train with torch's scaler and with ours: what is equal, what only ours survives
-	$(if $(INSTALLED),$(PYTHON),PYTHONPATH=. $(RUN)) examples/demo.py $(ARGS)
+	cd / && $(PYTHON) -c 'import ampfast' 2>/dev/null && echo yes))
+demo: $(if $(INSTALLED),,build/built) $(DRAWS)  ## train with torch's scaler and with ours: what is equal, what only ours survives
+	PYTHONPATH=$(if $(INSTALLED),,.:)build/draws $(if $(INSTALLED),$(PYTHON),$(RUN)) examples/demo.py $(ARGS)
 
 # The tests of the scaler and of its kernels.
 QUICK = $(addprefix tests/,scaler clip diagnose gradients backends/test_*.py test_*.py)
@@ -224,6 +233,10 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install $(SMALL_TORCH) -r $<
+	@touch $@
+
+build/draws/.installed: requirements/demo.txt
+	$(PYTHON) -m pip install --quiet --target $(@D) -r $<
 	@touch $@
 
 $(VENV)/.draws: requirements/demo.txt $(VENV)/pyvenv.cfg
