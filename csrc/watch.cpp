@@ -47,9 +47,10 @@ class Reads : public std::enable_shared_from_this<Reads> {
  public:
   // `words` returns a scaler's state, or None. The tables of an earlier pass are used again, since
   // new ones must be filled.
-  Reads(py::object words, const Reads* earlier) : words_(std::move(words)) {
+  Reads(py::object words, Reads* earlier) : words_(std::move(words)) {
     if (earlier != nullptr) {
-      unused_ = earlier->tables;
+      unused_.swap(earlier->tables);
+      earlier->filling_.clear();  // another thread may still run it
     }
   }
 
@@ -213,7 +214,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
 
 void bind_watch(py::module_& m) {
   py::class_<Reads, std::shared_ptr<Reads>>(m, "Reads")
-      .def(py::init<py::object, const Reads*>())
+      .def(py::init<py::object, Reads*>())
       .def("values_of",
            [](Reads& reads, const py::object& structure) {
              std::vector<int64_t> numbers;

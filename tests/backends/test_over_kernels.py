@@ -79,7 +79,12 @@ OF_CUDA = (
     Run("scaler-cuda-sm_90", OVER_COMPILED, compiled("cuda-sm_90")),
 )
 OF_HOST = (
-    Run("short-cuda-host", SHORT, compiled("cuda-host"), in_every_test=True),
+    Run(
+        "short-cuda-host",
+        (*SHORT, f"{ALL}/test_device_read.py"),
+        compiled("cuda-host"),
+        in_every_test=True,
+    ),
     Run("cuda-host", (ALL,), compiled("cuda-host")),
     Run("scaler-cuda-host", OVER_COMPILED, compiled("cuda-host")),
     Run("cuda-host-address", (ALL,), compiled("cuda-host-address")),
