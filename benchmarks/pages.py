@@ -119,11 +119,6 @@ def file_name(results: Results) -> str:
     return f"{short}-torch{results.torch.split('+')[0]}-{results.date[:10]}.json"
 
 
-def committed(folder: Path) -> list[Results]:
-    """All results in a repository."""
-    return [Results.read(file) for file in sorted((folder / RESULTS).glob("*.json"))]
-
-
 def write_pages(folder: Path, file: Path) -> None:
     """Writes a result file's figures into all pages, its pictures, and the file itself."""
     results = Results.read(file)

@@ -227,6 +227,7 @@ def gain_of_the_import(results: Results) -> str:
 def gain_of_clipping(results: Results) -> str:
     """Sentence on a whole step that ampfast clips, beside torch's clipping without a scaler."""
     rows = [row for row in results.rows if row.subject == "training" and row.replaces]
+    rows = [row for row in rows if row.call.endswith("clip by the scaler")]  # and no more
     over = [row.over_none for row in rows if row.over_none]
     if not over:
         return f"What clipping by the scaler gains in a whole training step: {NOT_MEASURED}."

@@ -39,7 +39,10 @@ BESIDES = (
 def jobs(on: Setting) -> list[Job]:
     """One job for each net, kind of optimizer, and clipping or not."""
     kinds = [Kind(fused, clip) for fused in (False, True) for clip in (False, True)]
-    return [*clipped_jobs(on), *(job(net, kind, on) for net in nets(on.device) for kind in kinds)]
+    found = clipped_jobs(on)
+    others = [job(net, kind, on) for net in nets(on.device) for kind in kinds]
+    known = {each.label for each in found}
+    return found + [each for each in others if each.label not in known]
 
 
 def clipped_jobs(on: Setting) -> list[Job]:

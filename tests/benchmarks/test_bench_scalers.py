@@ -168,6 +168,8 @@ def test_a_step_takes_the_scalers_time_and_nothing_else(monkeypatch, kind):
 
 @pytest.mark.parametrize("on", [ON_CPU, AS_ON_GPU], ids=["on a CPU", "as on a GPU"])
 def test_clipped_steps_are_timed_in_every_way(monkeypatch, on):
+    labels = [each.label for each in training.jobs(on)]
+    assert len(set(labels)) == len(labels), "rows of one name"
     clipped, besides = training.CLIPPED, training.BESIDES
     rows = training.measure(NET, clipped, on, besides).rows
     by_scaler = [each.call(NET) for each in (training.BY_SCALER, *besides)]
