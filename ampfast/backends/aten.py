@@ -559,6 +559,12 @@ def require_writable(grads: TensorList) -> None:
                 grad.copy_(grad)  # writes nothing
 
 
+def sigmas_limit(norms: Tensor, sigmas: float) -> Tensor:
+    """Returns the limit of `ampfast.Sigmas` over a window of norms, of shape (N,)."""
+    std, mean = torch.std_mean(norms)
+    return mean + sigmas * torch.maximum(std, LEAST_DEVIATION * mean)
+
+
 def spike_(
     found_inf: Tensor, norm: Tensor, skip_above: float, accepted_norms: Tensor | None
 ) -> None:
@@ -579,8 +585,7 @@ def spike_(
         count, spikes, patience, restarts = accepted_norms[: norm_layout.RING].unbind()
         ring = accepted_norms[norm_layout.RING :]
         is_usable = is_finite & (norm > 0) & norm.isfinite()
-        std, mean = torch.std_mean(ring)
-        limit = mean + skip_above * torch.maximum(std, LEAST_DEVIATION * mean)
+        limit = sigmas_limit(ring, skip_above)
         is_above = (count >= ring.numel()) & ~(norm <= limit)
         restarted = is_above & is_usable & (spikes >= patience)
         spiked = is_above & ~restarted

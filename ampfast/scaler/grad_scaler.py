@@ -74,7 +74,7 @@ __all__ = ["GradScaler", "OptState"]
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
     *("_choice", "_finder", "_kernels", "_last_turns", "_names", "_tracking"),
-    *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
+    *("_skip_log", "_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
 
 _FLOAT32 = torch.float32
@@ -543,6 +543,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             defers[number] = global_norm.can_defer(each, overridden)
         rule = None
         if highest is not None:
+            self._skip_log.rule = highest
             rule = self._norm_histories.skip_rule(optimizers[0], highest, scale.device)
         norm: Tensor | None = None
         if len(optimizers) == 1 and not overridden and not defers[0]:
@@ -654,6 +655,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         self._loss_scale.load(tolerated)
         self._loss_scale.reset_skips()
         self._skip_watch.restart()
+        self._skip_log.restart()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -778,6 +780,9 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if is_step:
             watch, words = self._skip_watch, loss_scale.words
             watch.due -= 1
+            self._skip_log.due -= 1
+            if self._skip_log.due <= 0 and words is not None:
+                self._skip_log.see(words, self)
             if watch.due <= 0 and words is not None and watch.ends(words):
                 raise watch.error(self.stats(), self._report_or_reason())
 

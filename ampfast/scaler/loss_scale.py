@@ -245,22 +245,7 @@ class LossScale:
 
     def history(self) -> History:
         """Reads the ring with one host sync."""
-        words = self._new_words() if self.words is None else self.words.cpu()
-        end = int(words[layout.STEPS])
-        step = torch.arange(max(0, end - layout.RING_STEPS), end, device="cpu")
-        ring = words[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)
-        entries = ring[step % layout.RING_STEPS]
-        status = entries[:, layout.RING_STATUS]
-        has_norm = status & 2 != 0
-        norm = scalars.float_of(entries[:, layout.RING_NORM])
-        return History(
-            step=step,
-            scale=scalars.float_of(entries[:, layout.RING_SCALE]),
-            skipped=status & 1 != 0,
-            grad_norm=norm.masked_fill(~has_norm, math.nan),
-            has_norm=has_norm,
-            spiked=status & 4 != 0,
-        )
+        return history_of(self._new_words() if self.words is None else self.words.cpu())
 
     def reset_skips(self) -> None:
         """Restarts the count of steps skipped in a row, as a training continues elsewhere."""
@@ -340,6 +325,25 @@ def require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
             f"growth_interval {state_dict['growth_interval']}, backoff_factor "
             f"{state_dict['backoff_factor']}"
         )
+
+
+def history_of(words: Tensor) -> History:
+    """Returns the history in the state of a scaler, which is on the CPU."""
+    end = int(words[layout.STEPS])
+    step = torch.arange(max(0, end - layout.RING_STEPS), end, device="cpu")
+    ring = words[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)
+    entries = ring[step % layout.RING_STEPS]
+    status = entries[:, layout.RING_STATUS]
+    has_norm = status & 2 != 0
+    norm = scalars.float_of(entries[:, layout.RING_NORM])
+    return History(
+        step=step,
+        scale=scalars.float_of(entries[:, layout.RING_SCALE]),
+        skipped=status & 1 != 0,
+        grad_norm=norm.masked_fill(~has_norm, math.nan),
+        has_norm=has_norm,
+        spiked=status & 4 != 0,
+    )
 
 
 def _factors(given: tuple[Any, Any, Any]) -> tuple[float, float, int] | None:

@@ -20,6 +20,7 @@ from ampfast.errors import add_note, warn_caller
 from ampfast.optim.fused_support import ByOptimizer, device_of, explain
 from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
+from ampfast.scaler.skip_log import SkipLog
 from ampfast.scaler.turn import READY, UNSCALED, Flags, TorchGradScaler, Turn, begin, new_turn
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Passes(TorchGradScaler):
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _norm_histories = cached_property(lambda self: NormHistories())
     _skip_watch = cached_property(lambda self: SkipWatch())
+    _skip_log = cached_property(lambda self: SkipLog())
 
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:

@@ -1,0 +1,124 @@
+"""A line in Python's logger "ampfast" for each skipped step, without a wait of the host."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from ampfast.backends import aten, scalars
+from ampfast.backends.core import state_layout as layout
+from ampfast.backends.cuda_graphs import is_capturing
+from ampfast.clip.norm_history import Sigmas
+from ampfast.diagnose.overflow_report import OverflowReport
+from ampfast.scaler.history import History
+from ampfast.scaler.loss_scale import history_of
+
+_logger = logging.getLogger("ampfast")
+# Steps from one question to a GPU to the next.
+_EVERY = 8
+# Lines that are written at once, and steps from one line to the next after them.
+_AT_ONCE, _SPACING = 10, 100
+
+
+class SkipLog:
+    """Lines about skipped steps: INFO for a scaler's overflows, WARNING for spikes and for a guard.
+
+    The counters tell whether there are any; only then the history is read. Both come by copies
+    that nothing waits for, so a line is some steps late on a GPU. Nothing is read where
+    the logger is not enabled, nor on ranks other than 0.
+
+    Attributes:
+        due: Number of updates until the host looks.
+        rule: Limit of the norm of the last clip, if any.
+    """
+
+    def __init__(self) -> None:
+        self.rule: float | Sigmas | None = None
+        self._lines, self._last = 0, 0
+        self._next: int | None = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets copies on their way to the host."""
+        self.due, self._counts, self._words = 1, scalars.HostCopies(), scalars.HostCopies()
+        self._skipped = 0
+        self._words_here: Tensor | None = None
+        self._count_here: Tensor | None = None
+
+    def see(self, words: Tensor, scaler: Any) -> None:
+        """Writes the lines of the steps since, as far as the host knows.
+
+        Args:
+            words: State of the scaler.
+            scaler: The scaler.
+        """
+        count = self._count_here if self._words_here is words else None
+        if count is not None and count.item() == self._skipped:
+            self.due = 1
+            return
+        warns = scaler._is_guard or self._limit_of(scaler) is not None
+        is_off = not _logger.isEnabledFor(logging.WARNING if warns else logging.INFO)
+        if is_off or is_capturing() or isinstance(words, FakeTensor) or _rank() != 0:
+            self.due, self._next = _SPACING, None
+            return
+        self.due = 1 if words.is_cpu else _EVERY
+        if words.is_cpu:  # where an iteration asks one number
+            self._words_here, self._count_here = words, words[layout.SKIPPED]
+        counts = self._counts.latest(words[: layout.COUNTERS])
+        if counts is None:
+            return
+        if self._next is None:
+            self._next = counts[layout.STEPS]
+        if counts[layout.SKIPPED] == self._skipped:
+            return
+        copied = words.tolist() if words.is_cpu else self._words.latest(words, again=False)
+        if copied is not None:
+            self._skipped = copied[layout.SKIPPED]
+            here = torch.device("cpu")
+            known = scalars.allocate(torch.tensor, copied, dtype=torch.int64, device=here)
+            self._write(history_of(known), scaler, is_here=words.is_cpu)
+
+    def _write(self, history: History, scaler: Any, *, is_here: bool) -> None:
+        steps, first = history.step.tolist(), self._next or 0
+        for place, step in enumerate(steps):
+            if step < first or not history.skipped[place]:
+                continue
+            spiked = bool(history.spiked[place])
+            level = logging.WARNING if spiked or scaler._is_guard else logging.INFO
+            if self._lines >= _AT_ONCE and step < self._last + _SPACING:
+                continue
+            if _logger.isEnabledFor(level):
+                self._lines, self._last = self._lines + 1, step
+                why = (
+                    self._spike(history, place, scaler) if spiked else "inf or NaN in its gradients"
+                )
+                report = scaler._report_or_reason() if is_here and not spiked else None
+                if isinstance(report, OverflowReport) and report.step == step:
+                    why += f": {', '.join(str(each.name) for each in report.parameters[:3])}"
+                if not scaler._is_guard:
+                    why += f"; the scale was {history.scale[place]:g}"
+                _logger.log(level, "step %d was skipped: %s", step, why)
+        self._next = steps[-1] + 1 if steps else first
+
+    def _limit_of(self, scaler: Any) -> Any:
+        return self.rule if scaler._skip_above is None else scaler._skip_above
+
+    def _spike(self, history: History, place: int, scaler: Any) -> str:
+        norm, rule = float(history.grad_norm[place]), self._limit_of(scaler)
+        text = f"a spike, its gradient norm is {norm:.4g}"
+        if isinstance(rule, Sigmas):
+            norms = history.grad_norm[:place][~history.skipped[:place]]
+            norms = norms[norms.isfinite() & (norms > 0)][-rule.window :].double()
+            limit = float(aten.sigmas_limit(norms, rule.sigmas)) if len(norms) > 1 else norm
+            # After a restart of the window these are not its norms.
+            return f"{text}, above the limit {limit:.4g}" if limit < norm else text
+        return text if rule is None else f"{text}, above the limit {rule:.4g}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
