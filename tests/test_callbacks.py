@@ -105,11 +105,11 @@ def test_figures_are_logged_where_the_trainer_logs(
             trainer.end_batch(steps)
             trainer.end_batch(steps)  # whose gradients accumulate
     names = ("steps", "skipped", "nonfinite", "spikes", "skipped_share", "log2_scale")
-    names += ("grad_norm", "largest_grad_norm")
+    names += ("grad_norm", "largest_grad_norm", "skip_limit")
     rows = [
-        (2, 3, 0, 0, 0, 0.0, 2, 2.0, 3.0),
-        (4, 5, 1, 0, 1, 0.5, 2, 1.0, 20.0),
-        (6, 7, 1, 1, 0, 0.5, 1, 1.5, 1.5),
+        (2, 3, 0, 0, 0, 0.0, 2, 2.0, 3.0, 10.0),
+        (4, 5, 1, 0, 1, 0.5, 2, 1.0, 20.0, 10.0),
+        (6, 7, 1, 1, 0, 0.5, 1, 1.5, 1.5, 10.0),
     ]
     expected = [
         (step, {f"amp/{n}": pytest.approx(v) for n, v in zip(names, row, strict=True)})

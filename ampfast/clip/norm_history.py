@@ -369,6 +369,13 @@ class NormHistories:
             )
         self._is_compared = False
 
+    def window(self, optimizer: Any = None) -> list[float]:
+        """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""
+        for each, record in self._records:
+            if optimizer is None or each is optimizer:
+                return record.saved().get(Sigmas.__name__, [])[norm_layout.RING :]
+        return []
+
     def _places(self) -> list[int]:
         return sorted([*self._loaded, *(record.place for _, record in self._records)])
 

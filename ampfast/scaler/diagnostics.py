@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfast.backends import scalars
+from ampfast.backends import aten, scalars
 from ampfast.backends.core import overrides
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import joint_flag
+from ampfast.clip.norm_history import Sigmas
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport
@@ -75,6 +77,25 @@ class Diagnostics(Passes):
         flags = list(self._last_flags(optimizer).values())
         flag = joint_flag(flags, flags[0].device).item() if flags else 0
         return None if flag == 0 else "nonfinite" if flag == 1 else "spike"
+
+    def skip_limit(self, optimizer: torch.optim.Optimizer | None = None) -> float | None:
+        """Returns the norm above which the next step is skipped, with one host sync.
+
+        It is that of `skip_above`, or of the last clip. None if there is no limit, or while
+        the window of `Sigmas` is not full.
+
+        Args:
+            optimizer: One that was stepped; None for the first, where there is one.
+        """
+        rule = self._skip_log.rule if self._skip_above is None else self._skip_above
+        if not self._enabled or not isinstance(rule, Sigmas):
+            return cast("float | None", rule) if self._enabled else None
+        refuse_capture("a limit that the host reads", "ask after the replay")
+        norms = self._norm_histories.window(optimizer)
+        if len(norms) < rule.window:
+            return None
+        there = scalars.allocate(torch.tensor, norms, dtype=torch.float64, device="cpu")
+        return float(aten.sigmas_limit(there, rule.sigmas))
 
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""

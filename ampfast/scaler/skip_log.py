@@ -114,7 +114,9 @@ class SkipLog:
         if isinstance(rule, Sigmas):
             norms = history.grad_norm[:place][~history.skipped[:place]]
             norms = norms[norms.isfinite() & (norms > 0)][-rule.window :].double()
-            limit = float(aten.sigmas_limit(norms, rule.sigmas)) if len(norms) > 1 else norm
+            if len(norms) < rule.window:
+                return text
+            limit = float(aten.sigmas_limit(norms, rule.sigmas))
             # After a restart of the window these are not its norms.
             return f"{text}, above the limit {limit:.4g}" if limit < norm else text
         return text if rule is None else f"{text}, above the limit {rule:.4g}"

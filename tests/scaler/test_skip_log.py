@@ -68,3 +68,29 @@ def test_a_scalers_overflows_are_not_read_by_default(monkeypatch: Any) -> None:
     training = Training(ampfast.GradScaler("cpu")).step(math.inf)
     monkeypatch.setattr(training.scaler._skip_log, "_write", pytest.fail)
     training.step(*[math.inf] * 30)
+
+
+@pytest.mark.parametrize("backend", [None, "aten"])
+@pytest.mark.parametrize("by_clip", [False, True])
+def test_the_limit_can_be_asked(by_clip: bool, backend: str | None) -> None:
+    guard = ampfast.StepGuard(backend=backend, skip_above=None if by_clip else WINDOW)
+    training = Training(guard)
+    optimizer, found = training.optimizer, []
+
+    def step(norm: float) -> str | None:
+        training.backward(norm)
+        if by_clip:
+            guard.clip_grad_norm_(optimizer, 1.0, skip_above=WINDOW)
+        guard.step_and_update(optimizer)
+        found.append(guard.skip_limit(optimizer))
+        return guard.skip_reason(optimizer)
+
+    for norm in (1.0, 2.0, 1.0, 2.0):
+        assert guard.skip_limit(optimizer) is None
+        step(norm)
+    assert found[-1] == pytest.approx(1.5 + 6 * (1 / 3) ** 0.5)
+    assert step(found[-1] * 1.001) == "spike" and found[-1] == found[-2]
+    assert ampfast.report.figures(guard)["skip_limit"] == guard.skip_limit() == found[-1]
+    assert step(found[-1] * 0.999) is None
+    guard.skip_above = 7
+    assert guard.skip_limit(optimizer) == 7
