@@ -16,6 +16,10 @@ from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.cli.scaler_clock import Watch
 from ampfast.scaler.step_guard import StepGuard
 
+_CLOSURE = (
+    "ampfast: steps of {} with a closure are not guarded (for Lightning, which passes closures, "
+    "see ampfast.callbacks.guard)"
+)
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
 
 
@@ -71,10 +75,7 @@ class GuardedSteps:
             if any(callable(each) for each in (*args, *kwargs.values())):
                 if not self._said_closure:
                     self._said_closure = True
-                    name = type(optimizer).__name__
-                    print(
-                        f"ampfast: steps of {name} with a closure are not guarded", file=sys.stderr
-                    )
+                    print(_CLOSURE.format(type(optimizer).__name__), file=sys.stderr)
                 return step(optimizer, *args, **kwargs)
             self._inside.step = True
             try:

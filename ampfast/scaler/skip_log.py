@@ -58,7 +58,7 @@ class SkipLog:
             scaler: The scaler.
         """
         count = self._count_here if self._words_here is words else None
-        if count is not None and count.item() == self._skipped:
+        if count is not None and count.tolist() == self._skipped:
             self.due = 1
             return
         warns = scaler._is_guard or self._limit_of(scaler) is not None
