@@ -48,7 +48,7 @@ class SkipLog:
         self.due, self._counts, self._words = 1, scalars.HostCopies(), scalars.HostCopies()
         self._skipped = 0
         self._words_here: Tensor | None = None
-        self._count_here: Tensor | None = None
+        self._count_here: Any = None
 
     def see(self, words: Tensor, scaler: Any) -> None:
         """Writes the lines of the steps since, as far as the host knows.
