@@ -113,7 +113,7 @@ class SkipLog:
         text = f"a spike, its gradient norm is {norm:.4g}"
         if isinstance(rule, Sigmas):
             norms = history.grad_norm[:place][~history.skipped[:place]]
-            norms = norms[norms.isfinite() & (norms > 0)][-rule.window :].double()
+            norms = norms[norms.isfinite() & (norms > 0)][-rule.window :]
             if len(norms) < rule.window:
                 return text
             limit = float(aten.sigmas_limit(norms, rule.sigmas))
