@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends.core import Clip, Pass, Update
+from ampfast.backends.core import Aim, Use
 
 CHUNK: int
 FACTORS: dict[str, int]
@@ -51,39 +51,10 @@ def set_chunks(most_bytes: int = ..., enough: int = ...) -> None: ...
 def run(grads: GradList, work: Pass, /) -> Tensor: ...
 def clip(clip: Clip, /) -> None: ...
 
-# An entry is marked with the stage `unscaled`, and gets the flag. Without one gradients are only
-# read. All gradients are on the device of the scale.
-def pass_over(
-    optimizer: Any,
-    entry: dict[str, Any] | None,
-    unscaled: Any,
-    work: Pass,
-    allow_fp16: bool,
-    scale: Tensor,
-    /,
-) -> Tensor | None: ...
-
-# The clip has limits and `accepted_norms`; its other tensors are made, and the norm is returned.
-def clip_over(
-    optimizer: Any,
-    entry: dict[str, Any],
-    unscaled: Any,
-    work: Pass,
-    allow_fp16: bool,
-    scale: Tensor,
-    clip: Clip,
-    /,
-) -> Tensor | None: ...
-
 # The same for kernels that a launcher launches, as the modules `backends.cuda` and
 # `backends.triton.launch`.
-def pass_over_on(launcher: Any, /, *given: Any) -> Tensor | None: ...
-def clip_over_on(launcher: Any, /, *given: Any) -> Tensor | None: ...
 def run_on(launcher: Any, grads: GradList, work: Pass, /) -> Tensor: ...
 def clip_on(launcher: Any, clip: Clip, /) -> None: ...
-
-# The pass with that ending, made without a Python frame.
-def riding(work: Pass, ending: Any, /) -> Pass: ...
 def update_on(launcher: Any, update: Update, /) -> bool | None: ...
 
 # Launches of Triton's kernels by the module `backends.triton.launch`.
@@ -97,18 +68,25 @@ def triton_multi_tensor(
     /,
 ) -> None: ...
 def triton_update_scale(module: Any, update: Update, /) -> None: ...
-
-# Whether gradients of these lists of parameters share memory; one that is listed twice does.
-def share_memory(groups: Iterable[Iterable[Tensor]], /) -> bool: ...
 def is_found(flags: dict[Any, Tensor], /) -> bool | None: ...
-def update(fields: tuple[Any, ...], /) -> bool | None: ...
+def update(update: Update, /) -> bool | None: ...
+def new_update(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    growth_factor: Any,
+    backoff_factor: Any,
+    growth_interval: Any,
+    state: Tensor | None,
+    norm: Tensor | None,
+    /,
+) -> Update: ...
 
 # Whether kernels know the tensors and numbers of an update, on one device, exactly.
-def can_update(fields: tuple[Any, ...], /) -> bool: ...
+def can_update(update: Update, /) -> bool: ...
 
 # Whether a scaler or its class replaces one of these methods.
 def overrides(scaler: Any, hooks: dict[str, Any], /) -> bool: ...
-def has_parameters(param_groups: Any, params: tuple[tuple[Tensor, ...], ...], /) -> bool: ...
 
 # Bytes that tell the dtypes and device types of the parameters that are trained.
 def kinds_of(params: Sequence[Any], /) -> bytes: ...
@@ -126,6 +104,164 @@ class Reads:
     values: list[tuple[tuple[int, int] | None, torch.dtype]]
     gradients: list[tuple[int, tuple[int, int]]]
     updates: Tensor | None
+
+class Pass:
+    """One pass over gradients of one device; all tensors are on it.
+
+    Attributes:
+        write: Whether values times the factor are written in place; else gradients are only read.
+        how: How the factor is applied; a division never writes.
+        factor: One-element float32; None with `Factor.NONE`.
+        found_inf: One-element float32 that is set to 1 if a value as it is used is inf or NaN; by
+            default a new 0-dim tensor.
+        accumulate: Whether a `found_inf` that is set stays; else, as for the new one of
+            `DeviceKernels`, it is assigned, 0 or 1.
+        coefficient: One-element float64 by which the checked and rounded products are multiplied,
+            or None.
+        sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16
+            bits, or quotients, and the largest magnitude as it is used; NaN wins. Or None.
+        marks: Overflow counters: int64 of shape (P, MARK_WORDS), for P parameters: the last step
+            with an inf or NaN value as it is used, and the number of such steps, the same of NaN,
+            and the bits of a float64 to which a pass with sums adds the sum of squares. Or None.
+        now: int64 whose first element is the number of completed steps; None without marks.
+        factor_copy: 0-dim float32 that gets the factor, or None.
+        ending: What the last program of the pass does besides (`gpu.Ending`), or None.
+        clip: A clipping, from one row of sums, whose coefficient replaces `coefficient`; its norm
+            is written, and nothing else. Or None; kernels know it, torch's ops do not.
+    """
+
+    write: bool
+    how: int
+    factor: Tensor | None
+    found_inf: Tensor | None
+    accumulate: bool
+    coefficient: Tensor | None
+    sums: Tensor | None
+    marks: Tensor | None
+    now: Tensor | None
+    factor_copy: Tensor | None
+    ending: Any
+    clip: Clip | None
+    # Takes the fields in this order, or by name; what is not given is None, or as a new flag.
+    def __init__(self, *fields: Any, **named: Any) -> None: ...
+    # Returns a copy with other fields.
+    def replaced(self, **fields: Any) -> Pass: ...
+
+class Clip:
+    """The norm and coefficient of a clipping; all tensors are on one device.
+
+    Attributes:
+        sums: float64 of shape (passes, 2), the sums of each pass.
+        max_norm: Limit of the norm.
+        largest: Whether the norm is the largest magnitude, else the 2-norm.
+        norm: One-element float32 or float64 that gets the norm.
+        coefficient: One-element float64 that gets the clip coefficient, at most 1; or None.
+        scale: One-element float32, or None.
+        divisor: One-element float32 that gets the scale over the coefficient, or None.
+        found_inf: One-element float32, the flag of these gradients, or None: where it is 0 and the
+            norm too large, it becomes `SPIKE`.
+        skip_above: Largest norm of a step that is taken or, with `accepted_norms`, its distance
+            from their mean in standard deviations.
+        accepted_norms: Norms of the steps that were taken: float64 words, laid out as
+            `norm_layout`. A step that is taken joins them.
+    """
+
+    sums: Tensor
+    max_norm: float
+    largest: bool
+    norm: Tensor
+    coefficient: Tensor | None
+    scale: Tensor | None
+    divisor: Tensor | None
+    found_inf: Tensor | None
+    skip_above: float
+    accepted_norms: Tensor | None
+    def __init__(self, *fields: Any, **named: Any) -> None: ...
+    def replaced(self, **fields: Any) -> Clip: ...
+
+class Update:
+    """One update of a scale; all tensors are on one device.
+
+    Attributes:
+        scale: One-element float32, written in place.
+        growth_tracker: One-element int32, written in place.
+        found_infs: One-element float32 flags; any that is not 0 counts.
+        growth_factor: As for `functional.update_scale_`.
+        backoff_factor: As for `functional.update_scale_`.
+        growth_interval: As for `functional.update_scale_`.
+        state: Counters, history and limits: int64 words, laid out as `state_layout`. Without it
+            the rule is torch's.
+        norm: One-element float32, the norm of the gradients for the state.
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+    found_infs: Sequence[Tensor]
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    state: Tensor | None
+    norm: Tensor | None
+    def __init__(self, *fields: Any, **named: Any) -> None: ...
+    def replaced(self, **fields: Any) -> Update: ...
+
+# What a walk over parameters found. `run` runs a pass over all of it, with the rows of tracking and
+# the state whose first word counts the steps, or None for both; it returns the flags by device
+# and, if it `measures`, the sums of each list.
+class Found:
+    def run(self, work: Pass, rows: Any, words: Tensor | None, measures: bool, /) -> Any: ...
+    # The gradients of the parameters of these numbers, and the others.
+    def split(self, numbers: set[int], /) -> tuple[Found, Found]: ...
+    # To which all dtypes promote, if they are one list for kernels that shares no memory.
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+    @property
+    def devices(self) -> list[torch.device]: ...
+    @property
+    def groups(self) -> tuple[tuple[Tensor, ...], ...]: ...
+    # The collector of local shards, if a gradient may be distributed.
+    @property
+    def shards(self) -> Any: ...
+    @property
+    def has_complex(self) -> bool: ...
+
+# The way of one scaler to gradients.
+class Finder:
+    ranks: Any
+    tracking: Any
+    has_group: bool
+    keeps_norms: bool
+    allow_fp16: bool
+    def __init__(self, choice: Any, /) -> None: ...
+    # The scale by which gradients are scaled, the state, and the passes that unscale and divide.
+    def set_scale(
+        self, scale: Tensor, words: Tensor, unscaling: Pass, dividing: Pass, /
+    ) -> None: ...
+    # All three raise torch's refusals before a write.
+    def find(self, optimizer: Any, writes: bool, allow_fp16: bool, coalesces: bool, /) -> Found: ...
+    def find_in(self, param_groups: Any, writes: bool, allow_fp16: bool, /) -> Found: ...
+    def find_over(self, grads: Sequence[Tensor], writes: bool, /) -> Found: ...
+    # The tables of tracking for what was found, or None.
+    def rows_of(self, turn: dict[str, Any], found: Found, /) -> Any: ...
+    # Finds and runs a pass; the turn gets the flags and, unless it only checks, is unscaled. It
+    # also gets the agreement, if ranks agree.
+    def take(
+        self, optimizer: Any, turn: Any, work: Pass, checks: bool, agreement: Any, /
+    ) -> dict[torch.device, Tensor]: ...
+    # Takes the norm of optimizers' gradients, or of what was found, and clips them or lets their
+    # steps clip. The limit is a number, or decides the clip as `History.follow`; the rule is the
+    # `skip_above` and the `accepted_norms` of a `Clip`, or None.
+    def norm(
+        self,
+        optimizers: list[Any],
+        turns: list[Any],
+        uses: list[Use],
+        aim: Aim,
+        limit: Any,
+        order: float,
+        rule: tuple[float, Tensor | None] | None,
+        /,
+    ) -> Tensor: ...
 
 class GradList:
     @staticmethod
@@ -181,17 +317,6 @@ def real_view(tensor: Tensor) -> Tensor: ...
 
 # Whether a parameter with a gradient lacks an entry of its state.
 def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str, /) -> bool: ...
-def walk(
-    param_groups: Iterable[dict[str, Any]],
-    allow_fp16: bool,
-    writes: bool,
-    devices: int,
-    bumps_versions: bool,
-    local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None,
-    /,
-) -> tuple[
-    list[GradList], list[tuple[Tensor, Tensor, int, int]], tuple[int, int, object] | None
-]: ...
 
 # A number for each device and dtype of tensors that torch's multi-tensor ops take together; -1 for
 # all others.

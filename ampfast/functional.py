@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import backends, gradients
+from ampfast import backends
 from ampfast.backends import aten, core
-from ampfast.backends.core import Factor, Pass, Update
+from ampfast.backends.core import Clip, Factor, Pass, Update
 from ampfast.backends.scalars import allocate, new_flag
 from ampfast.clip import global_norm
 from ampfast.clip.torch_functions import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -137,14 +137,13 @@ def update_scale_(
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    for kernels, each in gradients.of_list(grads, found_inf.device).lists:
-        kernels.run(each, Pass(True, Factor.TIMES, inv_scale, found_inf))
+    work = Pass(True, Factor.TIMES, inv_scale, found_inf)
+    _found(grads, writes=True).run(work, None, None, False)
 
 
 @torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
 def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
-    for kernels, each in gradients.of_list(grads, found_inf.device).lists:
-        kernels.run(each, Pass(False, Factor.NONE, None, found_inf))
+    _found(grads).run(Pass(False, Factor.NONE, None, found_inf), None, None, False)
 
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
@@ -189,12 +188,21 @@ def _grad_norm(
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    listed, agreement = gradients.of_list(local, device), shards.agreement()
-    listed.shards = shards
-    how = Factor.NONE if inv_scale is None else Factor.TIMES
-    term = global_norm.NormTerm(grads, listed, (how, inv_scale), writes=False)
-    choice = backends.choose()
-    return global_norm.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
+    found, agreement = _found(local), shards.agreement()
+    work = Pass(False, Factor.NONE if inv_scale is None else Factor.TIMES, inv_scale)
+    term = global_norm.NormTerm(list(grads), (), found, work, shards)
+    sums, _ = global_norm.sums_of([term], order, device, agreement)
+    is_wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in local)
+    dtype = torch.float64 if is_wide else torch.float32
+    norm = allocate(torch.empty, (), dtype=dtype, device=device)
+    clip = Clip(sums, math.inf, order != 2.0, norm)
+    knows = core.is_scalar(norm, dtype) and sums.dtype is torch.float64
+    (backends.choose().kernels_for(device) if knows else backends.TORCH_OPS).clip(clip)
+    return norm
+
+
+def _found(tensors: list[Tensor], writes: bool = False) -> core.Found:
+    return core.Finder(backends.choose()).find_over(tensors, writes)
 
 
 def _run(op: Any, work: Pass, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:

@@ -1,224 +1,205 @@
-"""From an optimizer's gradients to the kernels, or to torch's ops for irregular ones."""
+"""What is known of an optimizer, and what the walk over its gradients leaves to Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState
 
-from ampfast import backends
-from ampfast.backends import TORCH_OPS, Choice, Kernels, aten, core
+from ampfast.backends import aten, core
 from ampfast.backends.aten import TensorList
-from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import allocate, copies_of, inverse, moved, new_flag, widest
-from ampfast.distributed import Layout, LocalShards, Ranks
-from ampfast.errors import add_note
+from ampfast.backends.core import Factor, Pass
+from ampfast.backends.scalars import moved, new_flag
+from ampfast.errors import add_note, warn_caller
 
-Flags = dict[torch.device, Tensor]
-Batch = core.GradList | TensorList
-_NO_SHARDS = LocalShards((), Ranks())
+if TYPE_CHECKING:
+    from ampfast.backends.gpu import Ending
+    from ampfast.distributed import Agreement, LocalShards
+
+# torch's own class, before patch() gives its name to another.
+TorchGradScaler = torch.amp.GradScaler
+
+Flags = dict[Any, Tensor]
+
+# Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
+READY, UNSCALED, STEPPED = OptState
 
 
-@dataclass
-class Gradients:
-    """Gradients of one pass, in lists of one device.
+class Turn(dict[str, Any]):
+    """An optimizer's entry in `_per_optimizer_states`, with torch's two keys, of one iteration.
 
     Attributes:
-        lists: Those for torch's ops first, each with the kernels that take it.
-        groups: All parameters by group, with or without gradient, for tracking and norms.
-        shards: Local shards of the distributed gradients.
-        track_on: Tracking tables by device, or None.
+        record: What is known of the optimizer besides.
+        last_flags: The flags of the optimizer's last check in an earlier iteration, by device.
+        agreement: What the ranks still have to agree on these flags by, or None.
+        divisor: The `grad_scale` by which the optimizer clips in its step: 0-dim float32, the
+            scale over the clip coefficient; or None.
+        ending: The update of the scale that the last check of the iteration does, too, or None.
+        may_spike: Whether a norm was compared, so that a flag may be that of a spike.
+        is_measured: Whether the norm of a fused step's gradients was recorded, before it raised.
+        is_late: Whether a backward has written gradients since they were unscaled.
     """
 
-    lists: list[tuple[Kernels, Batch]]
-    groups: list[list[Tensor]] = field(default_factory=list)
-    shards: LocalShards = _NO_SHARDS
-    track_on: Callable[[torch.device], Track] | None = None
-
-    @property
-    def layouts(self) -> dict[int, Layout]:
-        """Layouts of distributed gradients, by parameter number."""
-        return self.shards.layouts
-
-    def for_torch(self) -> Iterator[TensorList]:
-        """Yields the lists for torch's ops."""
-        return (each for _, each in self.lists if isinstance(each, TensorList))
-
-    def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
-        """Splits the gradients by parameter: the ones with these numbers, and the others."""
-        halves = [(kernels, each.split(numbers)) for kernels, each in self.lists]
-        inside = [(kernels, here) for kernels, (here, _) in halves if here.chunks]
-        outside = [(kernels, there) for kernels, (_, there) in halves if there.chunks]
-        return replace(self, lists=inside), replace(self, lists=outside)
-
-    def run(
-        self,
-        work: Pass,
-        *,
-        before_write: Callable[[], None] | None = None,
-        reduces: bool = True,
-    ) -> tuple[Flags, list[Tensor]]:
-        """Runs a pass.
-
-        Args:
-            work: The pass, with its scalars on any device, and its `found_inf` the initial value of
-                the new flags. Its ending is done if all gradients are in one list.
-            before_write: Called right before the first write, after torch's refusals.
-            reduces: Whether ranks reduce partial gradients; else every list has sums.
-
-        Returns:
-            A new found_inf for each device that has a gradient, and the sums of each list.
-        """
-        if work.write:
-            self._begin_write(work, before_write)
-        if len(self.lists) != 1 or self.layouts:
-            work = work._replace(ending=None)
-        flags: Flags = {}
-        rows: list[Tensor] = []
-        factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
-        for kernels, each, given in self._passes(work, reduces):
-            device, row = each.device, None
-            flag, ending = flags.get(device), given.ending
-            if flag is None and given.found_inf is not None:
-                flag = moved(given.found_inf, device, copy=True)
-            if not reduces:
-                row = allocate(torch.empty, 2, dtype=widest(device), device=device)
-                rows.append(row)
-            if ending is not None and ending.scale.device != device:
-                ending = None  # the scale is on another GPU
-            marks, now = (None, None) if self.track_on is None else self.track_on(device)
-            flags[device] = kernels.run(
-                each,
-                given._replace(
-                    factor=None if given.how is Factor.NONE else factor_on(device),
-                    found_inf=flag,
-                    coefficient=coefficient_on(device),
-                    sums=row,
-                    marks=marks,
-                    now=now,
-                    ending=ending,
-                ),
-            )
-        return flags, rows
-
-    def _begin_write(self, work: Pass, before_write: Callable[[], None] | None) -> None:
-        if work.coefficient is None:
-            # First gradients that torch may refuse, before any other is written.
-            for aside in self.for_torch():
-                aten.require_unscalable(aside)
-        if before_write is not None and self.lists:
-            before_write()
-
-    def _passes(self, work: Pass, reduces: bool) -> Iterator[tuple[Kernels, Batch, Pass]]:
-        """Yields each list and its pass, to be run before the next one is asked for."""
-        for kernels, each in self.lists:
-            yield kernels, each, work
-        if reduces and work.coefficient is None:
-            # All ranks reduce partial gradients here, and check the sums as the optimizer uses
-            # them. torch's op writes as it checks.
-            work = work._replace(write=False, how=Factor.NONE if work.write else work.how)
-            for number, reduced in self.shards.reduced():
-                yield TORCH_OPS, TensorList.of([reduced.clone()], [number]), work
+    # Not set by a constructor, which would be a cold Python frame.
+    record: Record
+    last_flags: Flags | None = None
+    agreement: Agreement | None = None
+    divisor: Tensor | None = None
+    ending: Ending | None = None
+    may_spike = False
+    is_measured = False
+    is_late = False
 
 
-def collect(
-    param_groups: Iterable[dict[str, Any]],
-    *,
-    allow_fp16: bool,
-    writes: bool,
-    choice: Choice,
-    clips: bool = False,
-    bumps_versions: bool = True,
-    shards: LocalShards = _NO_SHARDS,
-    tracked: bool = False,
-) -> Gradients:
-    """Reads the gradients of an optimizer's parameters, in order.
+class Record:
+    """What a scaler knows of one optimizer, for as long as that lives.
 
-    Args:
-        param_groups: Its `param_groups`.
-        allow_fp16: Whether float16 gradients are accepted.
-        writes: Whether the gradients will be written.
-        choice: The kernels.
-        clips: Whether to clip: sparse gradients are replaced by coalesced ones, and writes bump
-            versions, as in torch's clipping.
-        shards: Collector of local shards, which replace distributed gradients.
-        bumps_versions: False if gradients are only unscaled, where torch's op bumps none.
-        tracked: Whether to list the parameters for tracking; `clips` lists them, too.
-
-    Raises:
-        AssertionError: If a parameter is not a tensor.
-        ValueError: If a gradient is float16 and `allow_fp16` is false.
-        RuntimeError: If the memory of a gradient was freed or is too small for it, or the requested
-            backend does not run on its device.
+    Attributes:
+        kind: Name of its class.
+        turn: Its last turn.
+        divides: What decides whether its step divides by the scale, and the answer; or None.
+        rows: The tables by parameter, of `diagnose.overflow_report`, or None.
+        norms: Histories of the norms of its steps by the name of their rule, of
+            `clip.norm_history`.
+        place: Its place among the optimizers with such histories in a checkpoint, or None.
     """
-    groups = []
-    if tracked or clips:
-        # Iterators, too, are consumed once.
-        groups = [list(group["params"]) for group in param_groups]
-        param_groups = [{"params": params} for params in groups]
 
-    def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
-        return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards)
-
-    regular, irregular, refused = walk(choice.devices, bumps_versions and clips and writes)
-    if refused is not None:
-        raise _refusal(*refused)
-    lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
-    if any(kernels is TORCH_OPS for kernels, _ in lists):
-        # A GPU without kernels.
-        regular, irregular, _ = walk(choice.devices & core.CPU, False)
-        lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
-    aside = aten.lists_of(irregular, partial(_values_of, coalesce=clips))
-    by_torch = [(TORCH_OPS, each) for each in aside]
-    return Gradients([*by_torch, *lists], groups, shards)
+    def __init__(self, optimizer: Any) -> None:
+        self.kind = type(optimizer).__name__
+        self.turn = Turn(stage=READY, found_inf_per_device={})
+        self.divides: tuple[list[Any], bool] | None = None
+        self.rows: Any = None
+        self.norms: dict[str, Any] = {}
+        self.place: int | None = None
 
 
-def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
-    """Returns the gradients of a caller's list, all on one device."""
-    kernels = backends.choose().kernels_for(device)
-    regular: list[int] = []
-    aside: list[int] = []
-    tensors = [core.real_view(tensor) for tensor in tensors]
-    for number, tensor in enumerate(tensors):
-        core.require_storage(tensor)
-        known = kernels is not TORCH_OPS and core.list_of([tensor], device) is not None
-        (regular if known else aside).append(number)
-    lists: list[tuple[Kernels, Batch]] = []
-    if aside:
-        lists.append((TORCH_OPS, TensorList.of([tensors[i] for i in aside], aside)))
-    listed = core.list_of([tensors[i] for i in regular], device, regular)
-    if listed is not None and regular:
-        lists.append((kernels, listed))
-    return Gradients(lists)
+class Records:
+    """The records of a scaler's optimizers, which are held by weak reference if they take one."""
+
+    def __init__(self) -> None:
+        # By the id of an optimizer that lives.
+        self._records: dict[int, Record] = {}
+        self._references: dict[int, list[Callable[[], object]]] = {}
+
+    def __iter__(self) -> Iterator[tuple[Any, Record]]:
+        """Iterates over living optimizers and their records, in order of their first turn."""
+        for key, references in list(self._references.items()):
+            optimizer = references[0]()
+            if optimizer is not None:
+                yield optimizer, self._records[key]
+
+    def get(self, optimizer: object) -> Record | None:
+        """Returns the record of an optimizer, if it had a turn."""
+        return self._records.get(id(optimizer))
+
+    def turn(self, optimizer: Any, turns: dict[int, dict[str, Any]]) -> Turn:
+        """Returns the turn of the optimizer in an iteration, which may begin with this call."""
+        key = id(optimizer)
+        turn, record = turns.get(key), self._records.get(key)
+        if record is None:
+            record = self.of(optimizer)
+        last = record.turn
+        if last is turn:
+            return last
+        if type(turn) is not Turn:
+            # Others put torch's plain dicts there.
+            given = {"stage": READY, "found_inf_per_device": {}} if turn is None else turn
+            turn = turns[key] = Turn(given)
+        taken: Turn = turn
+        taken.record, record.turn = record, taken
+        taken.last_flags = last["found_inf_per_device"] or last.last_flags
+        return taken
+
+    def of(self, optimizer: Any) -> Record:
+        """Returns the record of an optimizer, which is made if there is none."""
+        key = id(optimizer)
+        if key in self._records:
+            return self._records[key]
+        record = Record(optimizer)
+        self._records[key] = record
+        # No Python code, in which an interrupt would be lost and with it the end of the record.
+        ends = [partial(each.pop, key) for each in (self._records, self._references)]
+        try:
+            self._references[key] = [weakref.ref(optimizer, end) for end in ends]
+        except TypeError:
+            self._references[key] = [lambda: optimizer]
+        return record
 
 
-def unscaling(scale: Tensor | None, *, divides: bool = False) -> tuple[Factor, Tensor | None]:
-    """Returns how a scale unscales, and the factor; None is for unscaled gradients."""
-    if scale is None:
-        return Factor.NONE, None
-    if divides:
-        return Factor.DIVIDE, scale.detach().float()
-    if scale.dtype is torch.float32:
-        return Factor.TIMES_RECIPROCAL, scale
-    return Factor.TIMES, inverse(scale)
+def new_turn() -> Turn:
+    """Returns the turn of an optimizer that did nothing yet."""
+    return Turn(stage=READY, found_inf_per_device={})
+
+
+# For optimizers without a turn, to be read only.
+NO_TURN = new_turn()
+
+
+def is_unscaled(turn: dict[str, Any]) -> bool:
+    """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
+    return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
+
+
+# What the core calls, where a gradient is irregular.
+
+
+def lists_aside(
+    found: list[tuple[Any, Tensor, int, int]], coalesces: bool
+) -> list[aten.TensorList]:
+    """Returns the irregular gradients that a walk has found, in lists for torch's ops."""
+    return aten.lists_of(found, partial(_values_of, coalesces=coalesces))
 
 
 @torch.no_grad()
-def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
-    """Tensor for torch's op: the values of a sparse gradient, as real numbers."""
-    if coalesce or grad.dtype in (torch.float16, torch.complex32):
+def _values_of(param: Any, grad: Tensor, coalesces: bool) -> Tensor:
+    """Tensor for torch's op: the values of a parameter's sparse gradient, as real numbers."""
+    if param is None:
+        return grad
+    if coalesces or grad.dtype in (torch.float16, torch.complex32):
         # Duplicates add up, which overflows easily in float16: the sums are checked.
         param.grad = grad = grad.coalesce()
     return core.real_view(grad._values())
 
 
-def _refusal(group: int, index: int, param: object) -> Exception:
+def check_reduced(shards: LocalShards, work: Pass, flags: Flags, rows: Any, words: Tensor) -> Flags:
+    """Checks partial gradients, which all ranks reduce, as the optimizer uses the sums.
+
+    Returns:
+        The flags, also of further devices.
+    """
+    # torch's op writes as it checks.
+    how = Factor.NONE if work.write else work.how
+    for number, reduced in shards.reduced():
+        device, given = reduced.device, work.found_inf
+        flag = flags.get(device)
+        if flag is None and given is not None:
+            flag = moved(given, device, copy=True)
+        here = work.replaced(write=False, how=how, found_inf=flag, ending=None)
+        if how != Factor.NONE and work.factor is not None:
+            here.factor = moved(work.factor, device)
+        if rows is not None:
+            here.marks, here.now = rows.counters_on(device), moved(words[:1], device)
+        flags[device] = aten.run(TensorList.of([reduced.clone()], [number]), here)
+    return flags
+
+
+def warn_of_shared_memory() -> None:
+    """Warns of gradients that share memory, which a scaler does once."""
+    warn_caller(
+        "Some gradients share memory, as those of a parameter that is listed twice, or one "
+        "overlaps itself: as by torch, what is shared is unscaled, counted in the norm and "
+        "clipped as often as it is shared. List each parameter once."
+    )
+
+
+def refusal(group: int, index: int, param: object) -> Exception:
+    """Returns the error for a parameter that torch refuses."""
     place = f"parameter {index} of group {group}"
     if not isinstance(param, Tensor):
         return add_note(_not_a_tensor(param), f"It is {place}.")

@@ -1,68 +1,40 @@
-// How Python's named tuples are read.
+// What kernels are given, as objects of Python.
+#include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "track.h"
 
 namespace ampfast {
 
-const at::Tensor* tensor_of(PyObject* object) {
+at::Tensor tensor_of(PyObject* object) {
   TORCH_CHECK_TYPE(object == Py_None || THPVariable_Check(object), "expected a tensor or None");
-  return object == Py_None ? nullptr : &THPVariable_Unpack(object);
-}
-
-double float_of(PyObject* object) {
-  const double number = PyFloat_AsDouble(object);
-  if (PyErr_Occurred() != nullptr) {
-    throw py::error_already_set();
-  }
-  return number;
-}
-
-int64_t int_of(PyObject* object) {
-  const int64_t number = PyLong_AsLongLong(object);
-  if (PyErr_Occurred() != nullptr) {
-    throw py::error_already_set();
-  }
-  return number;
+  return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
 
 const GradList& list_of(PyObject* object, std::optional<at::Device> device) {
-  py::detail::make_caster<GradList> caster;
-  TORCH_CHECK_TYPE(caster.load(object, false), "expected a GradList");
-  const auto& list = py::detail::cast_op<const GradList&>(caster);
+  const auto& list = object_of<GradList>(object);
   TORCH_CHECK(!device || list.device() == *device, "the gradients are on ", list.device(),
               ", not on ", *device);
   return list;
 }
 
-void require_tuple(PyObject* object, const char* name) {
-  TORCH_CHECK_TYPE(PyTuple_Check(object), name, " must be a tuple");
-}
-
-Factor Pass::factor_of(PyObject* object) {
-  const int64_t number = int_of(object);
-  TORCH_CHECK_VALUE(number >= 0 && number <= static_cast<int64_t>(Factor::kDivide),
-                    "a pass has no factor of kind ", number);
-  return static_cast<Factor>(number);
-}
-
 Marks marks_of(const Pass& pass, at::Device device) {
-  const at::Tensor* marks = pass.tensor(Pass::kMarks);
-  if (marks == nullptr) {
+  if (!pass.marks.defined()) {
     return {};
   }
-  const at::Tensor* steps = pass.tensor(Pass::kNow);
-  TORCH_CHECK_TYPE(steps != nullptr, "a pass with marks needs the number of steps");
-  const int64_t parameters = marks->dim() == 2 ? marks->size(0) : 0;
-  return {data_of<int64_t>(marks, "marks", device, parameters * kMarkWords), parameters,
-          data_of<int64_t>(steps, "steps", device, std::max<int64_t>(steps->numel(), 1))};
+  TORCH_CHECK_TYPE(pass.now.defined(), "a pass with marks needs the number of steps");
+  const int64_t parameters = pass.marks.dim() == 2 ? pass.marks.size(0) : 0;
+  return {data_of<int64_t>(pass.marks, "marks", device, parameters * kMarkWords), parameters,
+          data_of<int64_t>(pass.now, "steps", device, std::max<int64_t>(pass.now.numel(), 1))};
 }
 
-AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
-  if (words == nullptr) {
+namespace {
+
+AcceptedNorms accepted_norms_of(const at::Tensor& words, at::Device device) {
+  if (!words.defined()) {
     return {};
   }
-  const int64_t size = words->numel();
+  const int64_t size = words.numel();
   auto* data = data_of<double>(words, "accepted_norms", device, size);
   TORCH_CHECK_VALUE(size >= kNormRing + 2, "accepted_norms has no window of 2 or more norms");
   TORCH_CHECK_VALUE(!device.is_cpu() || (data[kNormCount] >= 0 && data[kNormCount] < 0x1p53),
@@ -70,71 +42,174 @@ AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
   return {data, size - kNormRing};
 }
 
-Clip clip_of(PyObject* tuple, at::Device device) {
-  const ClipTuple fields(tuple);
-  const at::Tensor* sums = fields.tensor(ClipTuple::kSums);
-  const at::Tensor* norm = fields.tensor(ClipTuple::kNorm);
-  TORCH_CHECK_TYPE(sums != nullptr && norm != nullptr, "a Clip has sums and a norm");
+}  // namespace
+
+Clip ClipObject::on(at::Device device) const {
+  TORCH_CHECK_TYPE(sums.defined() && norm.defined(), "a Clip has sums and a norm");
   Clip clip;
-  clip.rows = sums->numel() / 2;
+  clip.rows = sums.numel() / 2;
   clip.sums = data_of<const double>(sums, "sums", device, 2 * clip.rows);
-  clip.max_norm = float_of(fields[ClipTuple::kMaxNorm]);
-  clip.largest = fields.is_true(ClipTuple::kLargest);
-  if (norm->scalar_type() == at::kDouble) {
+  clip.max_norm = max_norm;
+  clip.largest = largest;
+  if (norm.scalar_type() == at::kDouble) {
     clip.wide_norm = data_of<double>(norm, "norm", device);
   } else {
     clip.norm = data_of<float>(norm, "norm", device);
   }
-  clip.coefficient = data_of<double>(fields.tensor(ClipTuple::kCoefficient), "coefficient", device);
-  clip.scale = data_of<const float>(fields.tensor(ClipTuple::kScale), "scale", device);
-  clip.divisor = data_of<float>(fields.tensor(ClipTuple::kDivisor), "divisor", device);
-  clip.found_inf = data_of<float>(fields.tensor(ClipTuple::kFoundInf), "found_inf", device);
-  clip.skip_above = float_of(fields[ClipTuple::kSkipAbove]);
-  clip.accepted_norms = accepted_norms_of(fields.tensor(ClipTuple::kAcceptedNorms), device);
+  clip.coefficient = data_of<double>(coefficient, "coefficient", device);
+  clip.scale = data_of<const float>(scale, "scale", device);
+  clip.divisor = data_of<float>(divisor, "divisor", device);
+  clip.found_inf = data_of<float>(found_inf, "found_inf", device);
+  clip.skip_above = skip_above;
+  clip.accepted_norms = accepted_norms_of(accepted_norms, device);
   return clip;
 }
 
-std::optional<Update> update_of(PyObject* tuple) {
-  const Fields fields(tuple, kNorm + 1, "expected an Update");
-  PyObject *growth = fields[kGrowth], *backoff = fields[kBackoff], *interval = fields[kInterval];
-  const at::Tensor* scale = fields.tensor(kScale);
-  const at::Tensor* tracker = fields.tensor(kTracker);
-  const at::Tensor* state = fields.tensor(kState);
-  const at::Tensor* norm = fields.tensor(kNorm);
-  if (scale == nullptr || tracker == nullptr || !PyFloat_CheckExact(growth) ||
-      !PyFloat_CheckExact(backoff) || !PyLong_CheckExact(interval)) {
+std::vector<at::Tensor> UpdateObject::flags() const {
+  TORCH_CHECK_TYPE(PyList_Check(found_infs.ptr()) || PyTuple_Check(found_infs.ptr()),
+                   "found_infs must be a list or tuple");
+  std::vector<at::Tensor> flags;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(found_infs.ptr()); ++i) {
+    flags.push_back(tensor_of(PySequence_Fast_GET_ITEM(found_infs.ptr(), i)));
+  }
+  return flags;
+}
+
+std::optional<Update> UpdateObject::known() const {
+  if (!scale.defined() || !growth_tracker.defined() || !PyFloat_CheckExact(growth_factor.ptr()) ||
+      !PyFloat_CheckExact(backoff_factor.ptr()) || !PyLong_CheckExact(growth_interval.ptr())) {
     return std::nullopt;
   }
-  const at::Device device = scale->device();
-  const uint64_t devices = kKernelDevices;
+  const at::Device device = scale.device();
   const auto is_scalar_there = [=](const at::Tensor& tensor, at::ScalarType dtype) {
-    return is_scalar(tensor, dtype, devices) && tensor.device() == device;
+    return is_scalar(tensor, dtype, kKernelDevices) && tensor.device() == device;
   };
   int overflow = 0;
   Update update;
-  update.growth_interval = PyLong_AsLongLongAndOverflow(interval, &overflow);
-  if (overflow != 0 || !is_scalar_there(*scale, at::kFloat) || scale->is_inference() ||
-      scale->requires_grad() || !is_scalar_there(*tracker, at::kInt) ||
-      (norm != nullptr && !is_scalar_there(*norm, at::kFloat)) ||
-      (state != nullptr && (state->scalar_type() != at::kLong || state->numel() != kStateWords ||
-                            !is_plain(*state, devices) || state->device() != device))) {
+  update.growth_interval = PyLong_AsLongLongAndOverflow(growth_interval.ptr(), &overflow);
+  if (overflow != 0 || !is_scalar_there(scale, at::kFloat) || scale.is_inference() ||
+      scale.requires_grad() || !is_scalar_there(growth_tracker, at::kInt) ||
+      (norm.defined() && !is_scalar_there(norm, at::kFloat)) ||
+      (state.defined() && (state.scalar_type() != at::kLong || state.numel() != kStateWords ||
+                           !is_plain(state, kKernelDevices) || state.device() != device))) {
     return std::nullopt;
   }
-  PyObject* flags = fields[kFlags];
-  TORCH_CHECK_TYPE(PyList_Check(flags) || PyTuple_Check(flags), "flags must be a list or tuple");
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flags); ++i) {
-    PyObject* flag = PySequence_Fast_GET_ITEM(flags, i);
-    if (!THPVariable_Check(flag) || !is_scalar_there(THPVariable_Unpack(flag), at::kFloat)) {
+  for (const at::Tensor& flag : flags()) {
+    if (!flag.defined() || !is_scalar_there(flag, at::kFloat)) {
       return std::nullopt;
     }
   }
-  update.scale = scale->mutable_data_ptr<float>();
-  update.growth_tracker = tracker->mutable_data_ptr<int32_t>();
+  update.scale = scale.mutable_data_ptr<float>();
+  update.growth_tracker = growth_tracker.mutable_data_ptr<int32_t>();
   update.state = data_of<int64_t>(state, "state", device, kStateWords);
-  update.norm = norm != nullptr ? norm->const_data_ptr<float>() : nullptr;
-  update.growth_factor = PyFloat_AS_DOUBLE(growth);
-  update.backoff_factor = PyFloat_AS_DOUBLE(backoff);
+  update.norm = norm.defined() ? norm.const_data_ptr<float>() : nullptr;
+  update.growth_factor = PyFloat_AS_DOUBLE(growth_factor.ptr());
+  update.backoff_factor = PyFloat_AS_DOUBLE(backoff_factor.ptr());
   return update;
+}
+
+namespace {
+
+Factor factor_of(int64_t number) {
+  TORCH_CHECK_VALUE(number >= 0 && number <= static_cast<int64_t>(Factor::kDivide),
+                    "a pass has no factor of kind ", number);
+  return static_cast<Factor>(number);
+}
+
+// A class of Python whose fields have names, in their order as arguments of its constructor;
+// `replaced` copies an object with other ones.
+template <class T>
+class Fields {
+ public:
+  Fields(py::module_& m, const char* name) : class_(m, name, py::is_final()) {}
+
+  template <class Get, class Set>
+  Fields& property(const char* name, const Get& get, const Set& set) {
+    class_.def_property(name, get, set);
+    names_.push_back(name);
+    return *this;
+  }
+  Fields& tensor(const char* name, at::Tensor T::* field) {
+    return property(
+        name, [field](const T& self) { return wrapped(self.*field); },
+        [field](T& self, const py::object& value) { self.*field = tensor_of(value.ptr()); });
+  }
+  template <class Value>
+  Fields& value(const char* name, Value T::* field) {
+    return property(
+        name, [field](const T& self) { return self.*field; },
+        [field](T& self, Value value) { self.*field = std::move(value); });
+  }
+
+  void end() {
+    const auto set = [](const py::object& made, const py::kwargs& fields) {
+      for (const auto& [name, value] : fields) {
+        py::setattr(made, name, value);
+      }
+    };
+    class_.def(py::init([set, names = names_](const py::args& given, const py::kwargs& fields) {
+      auto made = std::make_shared<T>();
+      const py::object object = py::cast(made);
+      TORCH_CHECK_TYPE(given.size() <= names.size(), "takes at most ", names.size(), " fields");
+      for (size_t i = 0; i < given.size(); ++i) {
+        py::setattr(object, names[i], given[i]);
+      }
+      set(object, fields);
+      return made;
+    }));
+    class_.def("replaced", [set](const T& self, const py::kwargs& fields) {
+      const py::object made = py::cast(std::make_shared<T>(self));
+      set(made, fields);
+      return made;
+    });
+  }
+
+ private:
+  py::class_<T, std::shared_ptr<T>> class_;
+  std::vector<const char*> names_;
+};
+
+}  // namespace
+
+void bind_arguments(py::module_& m) {
+  Fields<ClipObject>(m, "Clip")
+      .tensor("sums", &ClipObject::sums)
+      .value("max_norm", &ClipObject::max_norm)
+      .value("largest", &ClipObject::largest)
+      .tensor("norm", &ClipObject::norm)
+      .tensor("coefficient", &ClipObject::coefficient)
+      .tensor("scale", &ClipObject::scale)
+      .tensor("divisor", &ClipObject::divisor)
+      .tensor("found_inf", &ClipObject::found_inf)
+      .value("skip_above", &ClipObject::skip_above)
+      .tensor("accepted_norms", &ClipObject::accepted_norms)
+      .end();
+  Fields<Pass>(m, "Pass")
+      .value("write", &Pass::write)
+      .property(
+          "how", [](const Pass& self) { return static_cast<int64_t>(self.how); },
+          [](Pass& self, int64_t how) { self.how = factor_of(how); })
+      .tensor("factor", &Pass::factor)
+      .tensor("found_inf", &Pass::found_inf)
+      .value("accumulate", &Pass::accumulate)
+      .tensor("coefficient", &Pass::coefficient)
+      .tensor("sums", &Pass::sums)
+      .tensor("marks", &Pass::marks)
+      .tensor("now", &Pass::now)
+      .tensor("factor_copy", &Pass::factor_copy)
+      .value("ending", &Pass::ending)
+      .value("clip", &Pass::clip)
+      .end();
+  Fields<UpdateObject>(m, "Update")
+      .tensor("scale", &UpdateObject::scale)
+      .tensor("growth_tracker", &UpdateObject::growth_tracker)
+      .value("found_infs", &UpdateObject::found_infs)
+      .value("growth_factor", &UpdateObject::growth_factor)
+      .value("backoff_factor", &UpdateObject::backoff_factor)
+      .value("growth_interval", &UpdateObject::growth_interval)
+      .tensor("state", &UpdateObject::state)
+      .tensor("norm", &UpdateObject::norm)
+      .end();
 }
 
 }  // namespace ampfast

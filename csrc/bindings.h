@@ -41,72 +41,79 @@ at::Tensor new_scalar(T value) {
   return tensor;
 }
 
-// Memory of a tensor, whose dtype is checked too; null without one.
+// Memory of a tensor, whose dtype is checked too; null for one that is undefined.
 template <class T>
-T* data_of(const at::Tensor* tensor, const char* name, at::Device device, int64_t numel = 1) {
-  if (tensor == nullptr) {
+T* data_of(const at::Tensor& tensor, const char* name, at::Device device, int64_t numel = 1) {
+  if (!tensor.defined()) {
     return nullptr;
   }
   using Value = std::remove_const_t<T>;
   constexpr at::ScalarType dtype = c10::CppTypeToScalarType<Value>::value;
-  TORCH_CHECK(tensor->scalar_type() == dtype && tensor->device() == device && is_dense(*tensor) &&
-                  tensor->numel() == numel && tensor->is_contiguous(),
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.device() == device && is_dense(tensor) &&
+                  tensor.numel() == numel && tensor.is_contiguous(),
               name, " must be a contiguous tensor of ", numel, " elements of ", dtype, " on ",
               device);
-  TORCH_CHECK(has_memory(*tensor), "the memory of ", name, " was freed or resized");
-  return tensor->data_ptr<Value>();
+  TORCH_CHECK(has_memory(tensor), "the memory of ", name, " was freed or resized");
+  return tensor.data_ptr<Value>();
 }
 
-// A tensor, or null for None.
-const at::Tensor* tensor_of(PyObject* object);
+// A tensor, undefined for None.
+at::Tensor tensor_of(PyObject* object);
 
-// Python's numbers.
-double float_of(PyObject* object);
-int64_t int_of(PyObject* object);
+// Python's tensor, or None for one that is undefined.
+inline py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+// An object of a class of the core that holds it by a shared pointer.
+template <class T>
+T& object_of(PyObject* object) {
+  py::detail::make_caster<T> caster;
+  TORCH_CHECK_TYPE(caster.load(object, false), "expected a ", py::type_id<T>(), ", got ",
+                   Py_TYPE(object)->tp_name);
+  return py::detail::cast_op<T&>(caster);
+}
 
 // A gradient list, on that device where one is given.
 const GradList& list_of(PyObject* object, std::optional<at::Device> device = std::nullopt);
 
-// Throws unless `object` is a tuple.
-void require_tuple(PyObject* object, const char* name);
+// Python's objects for what kernels are given; the stub _C.pyi describes their fields. A tensor
+// that may be None is undefined then, and all that are given are on one device.
 
-// A named tuple's fields by their place, borrowed.
-class Fields {
- public:
-  Fields(PyObject* tuple, Py_ssize_t count, const char* name) : tuple_(tuple) {
-    TORCH_CHECK_TYPE(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) == count, name);
-  }
-  PyObject* tuple() const { return tuple_; }
-  PyObject* operator[](int place) const { return PyTuple_GET_ITEM(tuple_, place); }
-  const at::Tensor* tensor(int place) const { return tensor_of((*this)[place]); }
-  bool is_true(int place) const { return (*this)[place] == Py_True; }
+struct ClipObject {
+  at::Tensor sums;
+  double max_norm = 0;
+  bool largest = false;
+  at::Tensor norm, coefficient, scale, divisor, found_inf;
+  double skip_above = INFINITY;
+  at::Tensor accepted_norms;
 
- private:
-  PyObject* tuple_;
+  // The clipping, for kernels of that device.
+  Clip on(at::Device device) const;
 };
 
-// One pass over gradients: Python's `Pass`.
-struct Pass : Fields {
-  enum { kWrite, kHow, kFactor, kFoundInf, kAccumulate, kCoefficient, kSums, kMarks, kNow };
-  enum { kFactorCopy = kNow + 1, kEnding, kClip, kFields };
-  explicit Pass(PyObject* tuple) : Fields(tuple, kFields, "expected a Pass") {}
-
-  const bool write = is_true(kWrite);
-  const bool accumulate = is_true(kAccumulate);
-  const Factor how = factor_of((*this)[kHow]);
-
- private:
-  static Factor factor_of(PyObject* object);
+struct Pass {
+  bool write = false;
+  Factor how = Factor::kNone;
+  at::Tensor factor, found_inf;
+  bool accumulate = true;
+  at::Tensor coefficient, sums, marks, now, factor_copy;
+  py::object ending = py::none();
+  std::shared_ptr<ClipObject> clip;
 };
 
-// A clipping's fields: Python's `Clip`.
-struct ClipTuple : Fields {
-  enum { kSums, kMaxNorm, kLargest, kNorm, kCoefficient, kScale, kDivisor, kFoundInf, kSkipAbove };
-  enum { kAcceptedNorms = kSkipAbove + 1, kFields };
-  explicit ClipTuple(PyObject* tuple) : Fields(tuple, kFields, "expected a Clip") {}
-};
+struct UpdateObject {
+  at::Tensor scale, growth_tracker;
+  py::object found_infs = py::none();  // a list or tuple of tensors
+  py::object growth_factor = py::none(), backoff_factor = py::none();
+  py::object growth_interval = py::none();
+  at::Tensor state, norm;
 
-AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device);
+  // The update, without its flags; nothing where the kernels do not know its tensors, the flags
+  // among them, and its numbers exactly.
+  std::optional<Update> known() const;
+  std::vector<at::Tensor> flags() const;
+};
 
 // Overflow counters, rows of kMarkWords, and the completed steps of a pass; null without any.
 struct Marks {
@@ -116,22 +123,14 @@ struct Marks {
 };
 Marks marks_of(const Pass& pass, at::Device device);
 
-// A clipping, as Python's `Clip`.
-Clip clip_of(PyObject* tuple, at::Device device);
-
-// The fields of Python's `Update`, in order.
-enum UpdateField { kScale, kTracker, kFlags, kGrowth, kBackoff, kInterval, kState, kNorm };
-
-// An update of Python's, without its flags; nothing where the kernels do not know its tensors, the
-// flags among them, and its numbers exactly.
-std::optional<Update> update_of(PyObject* tuple);
+void bind_arguments(py::module_& m);
 
 // Functions with CPython's own convention, since a cold call through pybind costs as much as all
 // the rest. Null without an error is None, and every exception of C++ is one of Python.
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != kArguments) {
-    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", kArguments, count);
+template <PyObject* (*kBody)(PyObject* const*)>
+PyObject* called(PyObject* const* args, Py_ssize_t count, Py_ssize_t wanted) {
+  if (count != wanted) {
+    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", wanted, count);
   }
   try {
     PyObject* result = kBody(args);
@@ -143,14 +142,39 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return called<kBody>(args, count, kArguments);
+}
+
+// With the object as the first argument.
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  PyObject* all[kArguments + 1] = {self};
+  std::copy_n(args, std::min(count, kArguments), all + 1);
+  return called<kBody>(all, count, kArguments);
+}
+
+// Through void, as CPython's own casts go: the flag tells the true type.
+inline PyMethodDef method_of(const char* name, void* function) {
+  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
+}
+
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
 void add_call(py::module_& m, const char* name) {
-  // Through void, as CPython's own casts go: the flag tells the true type.
-  void* function = reinterpret_cast<void*>(&call<kBody, kArguments>);
-  static PyMethodDef method[] = {
-      {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr}, {}};
+  static PyMethodDef method[] = {method_of(name, reinterpret_cast<void*>(&call<kBody, kArguments>)),
+                                 {}};
   if (PyModule_AddFunctions(m.ptr(), method) != 0) {
     throw py::error_already_set();
   }
+}
+
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+void add_method(const py::object& type, const char* name) {
+  static PyMethodDef method =
+      method_of(name, reinterpret_cast<void*>(&call_method<kBody, kArguments>));
+  const auto descriptor = py::reinterpret_steal<py::object>(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
+  py::setattr(type, name, descriptor);
 }
 
 }  // namespace ampfast

@@ -9,42 +9,21 @@
 
 namespace ampfast {
 
-py::object with_fields(PyObject* tuple, std::initializer_list<std::pair<int, PyObject*>> fields) {
-  const Py_ssize_t count = PyTuple_GET_SIZE(tuple);
-  py::tuple plain(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyTuple_SET_ITEM(plain.ptr(), i, Py_NewRef(PyTuple_GET_ITEM(tuple, i)));
-  }
-  for (const auto& [place, value] : fields) {
-    plain[place] = py::handle(value);
-  }
-  const py::tuple given = py::make_tuple(plain);
-  PyObject* made = PyTuple_Type.tp_new(Py_TYPE(tuple), given.ptr(), nullptr);
-  if (made == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(made);
-}
-
 namespace {
 
 // Raises unless kernels can read and write what a pass over a list is given.
 void require_pass(const GradList& list, const Pass& pass) {
   const at::Device device = list.device();
-  data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
-  data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
-  data_of<float>(pass.tensor(Pass::kFactorCopy), "factor_copy", device);
-  bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
-  if (pass[Pass::kClip] != Py_None) {
-    scales = clip_of(pass[Pass::kClip], device).sums;
+  data_of<const float>(pass.factor, "the factor", device);
+  data_of<float>(pass.found_inf, "found_inf", device);
+  data_of<float>(pass.factor_copy, "factor_copy", device);
+  bool scales = data_of<double>(pass.coefficient, "coefficient", device) != nullptr;
+  if (pass.clip) {
+    scales = pass.clip->on(device).sums != nullptr;
   }
-  const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  const bool sums = data_of<double>(pass.sums, "sums", device, 2) != nullptr;
   marks_of(pass, device);
   TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
-}
-
-py::object wrapped(const at::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
 // Makes a device and its current stream current.
@@ -102,87 +81,78 @@ void launch(PyObject* launcher, const GradList& list, const py::object& pass) {
 
 }  // namespace
 
-at::Tensor run_on(PyObject* launcher, const GradList& list, PyObject* tuple) {
-  const Pass pass(tuple);
+at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
   require_pass(list, pass);
-  const at::Tensor* given = pass.tensor(Pass::kFoundInf);
   const at::TensorOptions options = at::TensorOptions(at::kFloat).device(list.device());
+  pass.accumulate = pass.found_inf.defined();
+  if (!pass.accumulate) {
+    pass.found_inf = allocated({}, options);
+  }
   if (list.chunks() == 0) {
-    if (const at::Tensor* sums = pass.tensor(Pass::kSums)) {
-      sums->zero_();
+    if (pass.sums.defined()) {
+      pass.sums.zero_();
     }
-    if (pass[Pass::kClip] != Py_None) {
-      clip_on(launcher, pass[Pass::kClip]);
+    if (pass.clip) {
+      clip_on(launcher, pass.clip);
     }
-    return given != nullptr ? *given : allocated({}, options).zero_();
+    return pass.accumulate ? pass.found_inf : pass.found_inf.zero_();
   }
   const OnDevice here(list.device());
-  const at::Tensor flag = given != nullptr ? *given : allocated({}, options);
-  const py::object ending = py::reinterpret_borrow<py::object>(pass[Pass::kEnding]);
-  py::object copy = py::reinterpret_borrow<py::object>(pass[Pass::kFactorCopy]);
+  const py::object ending = pass.ending;
   if (!ending.is_none() && pass.how == Factor::kDivide) {
-    copy = wrapped(allocated({}, options));
-    ending.attr("divisor") = copy;
+    pass.factor_copy = allocated({}, options);
+    ending.attr("divisor") = pass.factor_copy;
   }
-  launch(launcher, list,
-         with_fields(tuple, {{Pass::kFoundInf, wrapped(flag).ptr()},
-                             {Pass::kAccumulate, given != nullptr ? Py_True : Py_False},
-                             {Pass::kFactorCopy, copy.ptr()}}));
+  const at::Tensor flag = pass.found_inf;
+  launch(launcher, list, py::cast(std::make_shared<Pass>(std::move(pass))));
   if (!ending.is_none()) {
     ending.attr("applied") = true;
     if (const py::object update = ending.attr("update"); !update.is_none()) {
-      const at::Tensor* scale = tensor_of(PyTuple_GET_ITEM(update.ptr(), kScale));
-      scale->unsafeGetTensorImpl()->bump_version();  // as torch's op
+      const at::Tensor& scale = object_of<UpdateObject>(update.ptr()).scale;
+      scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
     }
   }
   return flag;
 }
 
-void clip_on(PyObject* launcher, PyObject* clip) {
-  const at::Tensor* sums = tensor_of(PyTuple_GET_ITEM(clip, 0));
-  const OnDevice here(sums->device());
-  py::handle(launcher).attr("clip_coefficient")(py::handle(clip));
+void clip_on(PyObject* launcher, const std::shared_ptr<ClipObject>& clip) {
+  const OnDevice here(clip->sums.device());
+  py::handle(launcher).attr("clip_coefficient")(clip);
 }
 
 namespace {
 
 // run_on(launcher, list, pass) -> found_inf, of the pass or a new one
-PyObject* run_on(PyObject* const* args) {
-  return THPVariable_Wrap(ampfast::run_on(args[0], list_of(args[1]), args[2]));
+PyObject* call_run_on(PyObject* const* args) {
+  return wrapped(run_on(args[0], list_of(args[1]), object_of<Pass>(args[2]))).release().ptr();
 }
 
 // clip_on(launcher, clip)
 PyObject* call_clip_on(PyObject* const* args) {
-  const at::Tensor* sums = ClipTuple(args[1]).tensor(ClipTuple::kSums);
-  TORCH_CHECK_TYPE(sums != nullptr, "a Clip has sums and a norm");
-  clip_of(args[1], sums->device());
-  clip_on(args[0], args[1]);
+  const auto clip = py::cast<std::shared_ptr<ClipObject>>(py::handle(args[1]));
+  TORCH_CHECK_TYPE(clip->sums.defined(), "a Clip has sums and a norm");
+  clip->on(clip->sums.device());
+  clip_on(args[0], clip);
   return nullptr;
-}
-
-// riding(pass, ending) -> the pass with that ending
-PyObject* riding(PyObject* const* args) {
-  const Pass pass(args[0]);
-  return with_fields(args[0], {{Pass::kEnding, args[1]}}).release().ptr();
 }
 
 // update_on(launcher, update) -> True, with the scale and its tracker written
 PyObject* update_on(PyObject* const* args) {
-  constexpr Py_ssize_t kMostFlags = 4;  // of one launch
-  if (!update_of(args[1])) {
+  constexpr size_t kMostFlags = 4;  // of one launch
+  const auto& update = object_of<UpdateObject>(args[1]);
+  if (!update.known()) {
     return nullptr;
   }
-  const at::Tensor& scale = THPVariable_Unpack(PyTuple_GET_ITEM(args[1], kScale));
-  py::object update = py::reinterpret_borrow<py::object>(args[1]);
-  if (PyObject* flags = PyTuple_GET_ITEM(args[1], kFlags); PyObject_Length(flags) > kMostFlags) {
+  py::object given = py::reinterpret_borrow<py::object>(args[1]);
+  if (py::len(update.found_infs) > kMostFlags) {
+    auto joined = std::make_shared<UpdateObject>(update);
     const py::object join = py::module_::import("ampfast.backends.scalars").attr("joint_flag");
-    py::list joint;
-    joint.append(join(py::handle(flags), scale.device()));
-    update = with_fields(args[1], {{kFlags, joint.ptr()}});
+    joined->found_infs = py::make_tuple(join(update.found_infs, update.scale.device()));
+    given = py::cast(joined);
   }
-  const OnDevice here(scale.device());
-  py::handle(args[0]).attr("update_scale")(update);
-  scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
+  const OnDevice here(update.scale.device());
+  py::handle(args[0]).attr("update_scale")(given);
+  update.scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
 }
 
@@ -190,11 +160,11 @@ PyObject* update_on(PyObject* const* args) {
 // with the tensors.
 class Arguments {
  public:
-  void add(const at::Tensor* tensor) {
-    nones_ |= static_cast<uint64_t>(tensor == nullptr) << count_;
+  // One that is undefined is None. Held until the launch is made.
+  void add(const at::Tensor& tensor) {
+    nones_ |= static_cast<uint64_t>(!tensor.defined()) << count_;
     values_[count_++].tensor = tensor;
   }
-  void add(const at::Tensor& tensor) { add(&tensor); }
   void add(PyObject* value) { values_[count_++].object = value; }
   template <class T>
   void add_number(T value) {
@@ -212,12 +182,10 @@ class Arguments {
       PyObject* object = value.object;
       if (object != nullptr) {
         Py_INCREF(object);
-      } else if (value.tensor == nullptr) {
-        object = Py_NewRef(Py_None);
-      } else if (with_addresses) {
-        object = PyLong_FromVoidPtr(value.tensor->data_ptr());
+      } else if (value.tensor.defined() && with_addresses) {
+        object = PyLong_FromVoidPtr(value.tensor.data_ptr());
       } else {
-        object = THPVariable_Wrap(*value.tensor);
+        object = THPVariable_Wrap(value.tensor);
       }
       if (object == nullptr) {
         throw py::error_already_set();
@@ -229,7 +197,7 @@ class Arguments {
 
  private:
   struct Value {
-    const at::Tensor* tensor = nullptr;
+    at::Tensor tensor;
     PyObject* object = nullptr;
   };
   std::array<Value, 32> values_;
@@ -273,28 +241,24 @@ class Key {
   uint64_t bits_ = 0;
 };
 
+void add_rule(const UpdateObject& update, Arguments& arguments) {
+  arguments.add(update.growth_factor.ptr());
+  arguments.add(update.backoff_factor.ptr());
+  arguments.add(update.growth_interval.ptr());
+}
+
 enum KernelName { kMultiTensor, kUpdateScale };
 
 // triton_multi_tensor(module, launches, pass, table, segment, is_last)
 PyObject* triton_multi_tensor(PyObject* const* args) {
-  const Pass pass(args[2]);
-  const auto& table = py::cast<const DeviceTable&>(py::handle(args[3]));
-  const auto& segment = py::cast<const Segment&>(py::handle(args[4]));
+  const auto& pass = object_of<Pass>(args[2]);
+  const auto& table = object_of<DeviceTable>(args[3]);
+  const auto& segment = object_of<Segment>(args[4]);
   const bool is_last = args[5] == Py_True;
-  const at::Tensor* coefficient = pass.tensor(Pass::kCoefficient);
-  const at::Tensor* norm = nullptr;
-  double max_norm = 0;
-  bool largest = false;
-  if (pass[Pass::kClip] != Py_None) {
-    const ClipTuple clip(pass[Pass::kClip]);
-    coefficient = clip.tensor(ClipTuple::kSums);
-    norm = clip.tensor(ClipTuple::kNorm);
-    max_norm = PyFloat_AsDouble(clip[ClipTuple::kMaxNorm]);
-    largest = clip.is_true(ClipTuple::kLargest);
-  }
+  const ClipObject clip = pass.clip ? *pass.clip : ClipObject{};
   py::object update = py::none();
-  if (is_last && pass[Pass::kEnding] != Py_None) {
-    update = py::handle(pass[Pass::kEnding]).attr("update");
+  if (is_last && !pass.ending.is_none()) {
+    update = pass.ending.attr("update");
   }
   Arguments arguments;
   arguments.add(table.words);
@@ -302,68 +266,61 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   arguments.add_number(segment.chunks);
   arguments.add_number(segment.first);
   arguments.add_number(table.partials.numel());
-  arguments.add(table.header);
-  arguments.add(table.partials);
-  arguments.add(pass.tensor(Pass::kFactor));
-  arguments.add(coefficient);
-  for (const int place : {int{Pass::kFoundInf}, int{Pass::kSums}, int{Pass::kFactorCopy},
-                          int{Pass::kMarks}, int{Pass::kNow}}) {
-    arguments.add(pass.tensor(place));
+  for (const at::Tensor& tensor :
+       {table.header, table.partials, pass.factor, pass.clip ? clip.sums : pass.coefficient,
+        pass.found_inf, pass.sums, pass.factor_copy, pass.marks, pass.now}) {
+    arguments.add(tensor);
   }
   if (update.is_none()) {
     for (int i = 0; i < 4; ++i) {
-      arguments.add(static_cast<const at::Tensor*>(nullptr));
+      arguments.add(at::Tensor());
     }
     arguments.add_number(1.0);
     arguments.add_number(1.0);
     arguments.add_number(0);
   } else {
-    const Fields fields(update.ptr(), kNorm + 1, "expected an Update");
-    const py::sequence flags = py::reinterpret_borrow<py::sequence>(fields[kFlags]);
-    arguments.add(fields.tensor(kScale));
-    arguments.add(fields.tensor(kTracker));
-    arguments.add(fields.tensor(kState));
-    arguments.add(flags.size() == 0 ? nullptr : tensor_of(py::object(flags[0]).ptr()));
-    arguments.add(fields[kGrowth]);
-    arguments.add(fields[kBackoff]);
-    arguments.add(fields[kInterval]);
+    const auto& fields = object_of<UpdateObject>(update.ptr());
+    const std::vector<at::Tensor> flags = fields.flags();
+    arguments.add(fields.scale);
+    arguments.add(fields.growth_tracker);
+    arguments.add(fields.state);
+    arguments.add(flags.empty() ? at::Tensor() : flags.front());
+    add_rule(fields, arguments);
   }
-  arguments.add(norm);
-  arguments.add_number(max_norm);
-  arguments.add_number(static_cast<int>(largest));
+  arguments.add(clip.norm);
+  arguments.add_number(clip.max_norm);
+  arguments.add_number(static_cast<int>(clip.largest));
 
-  const bool has_sums = pass.tensor(Pass::kSums) != nullptr;
+  const bool is_wide = clip.norm.defined() && clip.norm.scalar_type() == at::kDouble;
   Key key;
   key.add(kMultiTensor, 1).add(arguments.nones(), 32).add(dtype_of(segment.dtype), 2);
   key.add(pass.write, 1).add(pass.how, 2);
-  key.add(is_last, 1).add(pass.accumulate, 1);
-  key.add(norm != nullptr && norm->scalar_type() == at::kDouble, 1);
+  key.add(is_last, 1).add(pass.accumulate, 1).add(is_wide, 1);
   launch_variant(args[0], "multi_tensor", key.bits(), table.header.device(),
                  args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
                    const py::object wide =
-                       norm != nullptr ? py::cast(norm->scalar_type()) : py::none();
+                       clip.norm.defined() ? py::cast(clip.norm.scalar_type()) : py::none();
                    return py::make_tuple(segment.dtype, pass.write, static_cast<int>(pass.how),
-                                         has_sums, is_last, pass.accumulate, wide);
+                                         pass.sums.defined(), is_last, pass.accumulate, wide);
                  });
   return nullptr;
 }
 
 // triton_update_scale(module, update)
 PyObject* triton_update_scale(PyObject* const* args) {
-  const Fields fields(args[1], kNorm + 1, "expected an Update");
-  const py::sequence flags = py::reinterpret_borrow<py::sequence>(fields[kFlags]);
+  const auto& update = object_of<UpdateObject>(args[1]);
+  const std::vector<at::Tensor> flags = update.flags();
   Arguments arguments;
-  for (const UpdateField place : {kScale, kTracker, kState, kNorm}) {
-    arguments.add(fields.tensor(place));
+  for (const at::Tensor& tensor :
+       {update.scale, update.growth_tracker, update.state, update.norm}) {
+    arguments.add(tensor);
   }
   for (size_t i = 0; i < 4; ++i) {
-    arguments.add(tensor_of(py::object(flags[i < flags.size() ? i : 0]).ptr()));
+    arguments.add(flags[i < flags.size() ? i : 0]);
   }
-  for (const UpdateField place : {kGrowth, kBackoff, kInterval}) {
-    arguments.add(fields[place]);
-  }
+  add_rule(update, arguments);
   const uint64_t key = Key().add(kUpdateScale, 1).add(arguments.nones(), 32).bits();
-  launch_variant(args[0], "update_scale", key, fields.tensor(kScale)->device(), 1, arguments,
+  launch_variant(args[0], "update_scale", key, update.scale.device(), 1, arguments,
                  [] { return py::tuple(); });
   return nullptr;
 }
@@ -371,10 +328,9 @@ PyObject* triton_update_scale(PyObject* const* args) {
 }  // namespace
 
 void bind_device_kernels(py::module_& m) {
-  add_call<run_on, 3>(m, "run_on");
+  add_call<call_run_on, 3>(m, "run_on");
   add_call<call_clip_on, 2>(m, "clip_on");
   add_call<update_on, 2>(m, "update_on");
-  add_call<riding, 2>(m, "riding");
   add_call<triton_multi_tensor, 6>(m, "triton_multi_tensor");
   add_call<triton_update_scale, 2>(m, "triton_update_scale");
 }

@@ -5,16 +5,12 @@
 
 namespace ampfast {
 
-// A named tuple with other fields, made without a Python frame.
-py::object with_fields(PyObject* tuple, std::initializer_list<std::pair<int, PyObject*>> fields);
-
-// Runs a pass over a list by what a launcher launches; returns its found_inf. If an update is to
-// be part of it, its ending says whether it was: without gradients nothing is launched.
-at::Tensor run_on(PyObject* launcher, const GradList& list, PyObject* pass);
+// Runs a pass over a list by what a launcher launches; returns its found_inf, which is a new one
+// that is assigned unless the pass has one, which accumulates. If an update is to be part of it,
+// its ending says whether it was: without gradients nothing is launched.
+at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass);
 
 // Launches the clip coefficient.
-void clip_on(PyObject* launcher, PyObject* clip);
-
-void bind_device_kernels(py::module_& m);
+void clip_on(PyObject* launcher, const std::shared_ptr<ClipObject>& clip);
 
 }  // namespace ampfast

@@ -7,7 +7,6 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <array>
-#include <deque>
 
 namespace ampfast {
 
@@ -187,29 +186,27 @@ at::Tensor gradient_of(const py::handle& param) {
 // A walk that is under way.
 class Walker {
  public:
-  // With `only`, a walk that ends where a gradient is irregular or elsewhere than on that device.
-  Walker(const Reading& reading, std::optional<at::Device> only)
-      : reading_(reading),
-        only_(only),
-        devices_(is_observed() ? 0 : reading.devices),
-        owners_(only ? nullptr : std::make_shared<std::deque<at::Tensor>>()) {}
+  // One that borrows ends where a gradient is irregular, or elsewhere than the first one.
+  Walker(const Reading& reading, bool borrows)
+      : reading_(reading), borrows_(borrows), devices_(is_observed() ? 0 : reading.devices) {
+    if (!borrows) {
+      found.owners = std::make_shared<std::deque<at::Tensor>>();
+    }
+  }
 
   // Returns whether the walk continues.
   bool take_group(PyObject* params) {
-    if (!only_) {
+    if (!borrows_) {
       // Reading a gradient may run Python, which may change a list.
       params = PySequence_Tuple(params);
       if (params == nullptr) {
         throw py::error_already_set();
       }
-      kept_.push_back(py::reinterpret_steal<py::object>(params));
+      found.kept.push_back(py::reinterpret_steal<py::object>(params));
     }
     PyObject* const* items = PySequence_Fast_ITEMS(params);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
     found.grads.reserve(found.grads.size() + size);
-    if (only_ && found.lists.empty()) {
-      found.lists.emplace_back(*only_, nullptr);
-    }
     for (Py_ssize_t i = 0; i < size;) {
       const Py_ssize_t taken = take_some(items + i, std::min(kTogether, size - i), i);
       if (taken == 0) {
@@ -222,11 +219,14 @@ class Walker {
     return true;
   }
 
-  // Sorts the gradients into their lists.
-  void finish() {
-    for (const GradRef& ref : found.grads) {
+  void take_grad(const at::Tensor& grad, int64_t number) { sort(py::none(), grad, number); }
+
+  // Sorts the gradients that are owned into their lists.
+  Walk finish() {
+    for (const GradRef& ref : borrows_ ? Reused<GradRef>() : found.grads) {
       list_on(ref.grad->device()).add(*ref.grad, reading_.writes, ref.number);
     }
+    return std::move(found);
   }
 
   Walk found;
@@ -241,7 +241,7 @@ class Walker {
       params[i] = THPVariable_CheckExact(items[i]) ? &THPVariable_Unpack(items[i]) : nullptr;
       if (params[i] != nullptr) {
         prefetch(params[i]->unsafeGetTensorImpl(), 1);
-      } else if (only_) {
+      } else if (borrows_) {
         return 0;
       }
     }
@@ -268,16 +268,16 @@ class Walker {
         accept(metas[i]->grad_, number);
       } else if (has_grad(i) || params[i] == nullptr || (metas[i] && metas[i]->grad_fn_)) {
         // It runs Python, after which the others must be read again.
-        return !only_ && take_irregular(items[i], index + i, number) ? i + 1 : 0;
+        return !borrows_ && take_irregular(items[i], index + i, number) ? i + 1 : 0;
       }
     }
     return count;
   }
 
-  // Asked of every gradient, by which calls within would cost a tenth of a walk.
+  // Every gradient asks this: a call within would take a tenth of the walk's time.
   [[gnu::flatten]] bool is_accepted(const at::Tensor& grad) const {
     return is_regular(grad, devices_) && (reading_.allow_fp16 || grad.scalar_type() != at::kHalf) &&
-           (!only_ || grad.device() == *only_);
+           (!borrows_ || found.lists.empty() || grad.device() == found.lists.front().device());
   }
 
   bool take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
@@ -291,20 +291,29 @@ class Walker {
     // A parameter that may be distributed is passed on without gradient, too.
     const bool may_be_distributed =
         grad.defined() ? !has_plain_type(grad) : !THPVariable_CheckExact(item);
-    if (may_be_distributed && !reading_.local_shard_of.is_none()) {
-      const py::object shard = reading_.local_shard_of(
-          py::handle(item), grad.defined() ? py::cast(grad) : py::none(), number);
+    if (may_be_distributed && !reading_.local_shards.is_none()) {
+      if (found.shards.is_none()) {
+        found.shards = reading_.local_shards();
+      }
+      const py::object shard =
+          found.shards(py::handle(item), grad.defined() ? py::cast(grad) : py::none(), number);
       grad = shard.is_none() ? grad : py::cast<at::Tensor>(shard);
     }
-    grad = grad.defined() ? real_view(grad) : grad;
-    if (grad.defined() && is_accepted(grad)) {
-      accept(grad, number);
-    } else if (grad.defined()) {
-      require_storage(grad);
-      found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), grad, number,
-                                   kind_of(grad));
+    if (grad.defined()) {
+      sort(py::reinterpret_borrow<py::object>(item), grad, number);
     }
     return true;
+  }
+
+  void sort(const py::object& param, at::Tensor grad, int64_t number) {
+    found.has_complex |= grad.is_complex();
+    grad = real_view(grad);
+    if (is_accepted(grad)) {
+      accept(grad, number);
+    } else {
+      require_storage(grad);
+      found.set_aside.emplace_back(param, grad, number, kind_of(grad));
+    }
   }
 
   GradList& list_on(at::Device device) {
@@ -313,25 +322,40 @@ class Walker {
         return list;
       }
     }
-    return found.lists.emplace_back(device, owners_);
+    return found.lists.emplace_back(device, found.owners);
   }
 
   void accept(const at::Tensor& grad, int64_t number) {
-    found.grads.push_back({only_ ? &grad : &owners_->emplace_back(grad), number});
-    if (only_) {
-      found.lists.front().add(grad, reading_.writes, number);
+    found.grads.push_back({borrows_ ? &grad : &found.owners->emplace_back(grad), number});
+    if (borrows_) {
+      list_on(grad.device()).add(grad, reading_.writes, number);
     }
   }
 
   const Reading& reading_;
   // A walk that ends at anything irregular runs no Python: it borrows, and may sort at once.
-  std::optional<at::Device> only_;
+  bool borrows_;
   uint64_t devices_;
-  std::shared_ptr<std::deque<at::Tensor>> owners_;  // keeps the gradients that it does not borrow
   int64_t group_ = 0;
   int64_t parameters_ = 0;
-  std::vector<py::object> kept_;  // the parameters of borrowed references
 };
+
+// A walk that borrows; nothing where it had to end, and all is as before then.
+std::optional<Walk> borrowing_walk(PyObject* param_groups, const Reading& reading) {
+#ifdef Py_GIL_DISABLED  // another thread may change the lists
+  return std::nullopt;
+#endif
+  Walker walker(reading, true);
+  const auto take = [&walker](PyObject* params) { return walker.take_group(params); };
+  try {
+    if (is_observed() || !for_each_plain_group(param_groups, take)) {
+      return std::nullopt;
+    }
+  } catch (const c10::Error&) {  // memory that was freed
+    return std::nullopt;
+  }
+  return walker.finish();
+}
 
 }  // namespace
 
@@ -342,39 +366,38 @@ void Walk::bump_versions() const {
 }
 
 void Walk::hold() {
-  GradList& list = lists.front();
-  if (!list.is_held()) {
-    auto owners = std::make_shared<std::deque<at::Tensor>>();
-    for (const GradRef& ref : grads) {
-      owners->push_back(*ref.grad);
-    }
-    list.hold(std::move(owners));
+  if (owners != nullptr) {
+    return;
+  }
+  owners = std::make_shared<std::deque<at::Tensor>>();
+  for (GradRef& ref : grads) {
+    ref.grad = &owners->emplace_back(*ref.grad);
+  }
+  for (GradList& list : lists) {
+    list.hold(owners);
   }
 }
 
 Walk walk(PyObject* param_groups, const Reading& reading) {
-  Walker walker(reading, std::nullopt);
+  if (std::optional<Walk> found = borrowing_walk(param_groups, reading)) {
+    return std::move(*found);
+  }
+  Walker walker(reading, false);
   for (const py::handle group : py::handle(param_groups)) {
     const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
     if (!walker.take_group(params.ptr())) {
       return std::move(walker.found);
     }
   }
-  walker.finish();
-  return std::move(walker.found);
+  return walker.finish();
 }
 
-std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading) {
-  Walker walker(reading, device);
-  const auto take = [&walker](PyObject* params) { return walker.take_group(params); };
-  try {
-    if (is_observed() || !for_each_plain_group(param_groups, take) || walker.found.grads.empty()) {
-      return std::nullopt;
-    }
-  } catch (const c10::Error&) {  // memory that was freed
-    return std::nullopt;
+Walk walk_over(const py::sequence& grads, const Reading& reading) {
+  Walker walker(reading, false);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    walker.take_grad(py::cast<at::Tensor>(grads[i]), static_cast<int64_t>(i));
   }
-  return std::move(walker.found);
+  return walker.finish();
 }
 
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {

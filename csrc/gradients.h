@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -192,9 +193,10 @@ struct Reading {
   bool allow_fp16 = false;
   bool writes = false;                // they are about to be written
   uint64_t devices = kKernelDevices;  // the set of device types with kernels
-  // Unless None, called with a parameter, its gradient or None, and its number, where either is no
-  // plain tensor; returns the local shard of a distributed gradient, which is read in its place.
-  py::object local_shard_of = py::none();
+  // Unless None, what makes a collector of local shards where a parameter or gradient may be
+  // distributed. That is called with the parameter, its gradient or None, and its number; it
+  // returns the local shard of a distributed gradient, which is read in its place.
+  py::object local_shards = py::none();
 };
 
 // A tensor that may be written outside of inference mode, too; its values are not set.
@@ -203,7 +205,7 @@ inline at::Tensor allocated(at::IntArrayRef sizes, const at::TensorOptions& opti
   return at::empty(sizes, options);
 }
 
-// What a walk over an optimizer's parameters has found, in order.
+// What a walk over parameters has found, in order.
 struct Walk {
   std::vector<GradList> lists;  // one for each device
   Reused<GradRef> grads;        // the gradients of all lists
@@ -211,8 +213,12 @@ struct Walk {
   // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
   // unless float16 is allowed, whose gradient is float16.
   std::optional<Place> refused;
+  py::object shards = py::none();  // the collector of local shards, where one was made
+  bool has_complex = false;        // gradients, which are read by their real view
+  std::vector<py::object> kept;    // the parameters of each group, if it owns them
+  std::shared_ptr<std::deque<at::Tensor>> owners;  // keeps the gradients that it does not borrow
 
-  // Makes the list of a plain walk keep its gradients alive.
+  // Makes a walk that borrows its gradients keep them alive.
   void hold();
 
   // Tells autograd that the gradients are written.
@@ -238,12 +244,13 @@ bool for_each_plain_group(PyObject* param_groups, const Body& body) {
 }
 
 // Reads `.grad` of every parameter in `param_groups`; the caller turns what torch warns of, as of
-// non-leaf tensors, into Python's warnings.
+// non-leaf tensors, into Python's warnings. Plain lists of plain parameters with gradients on one
+// device are borrowed from, without a call of Python: until the walk is held, nothing may run that
+// could drop them.
 Walk walk(PyObject* param_groups, const Reading& reading);
 
-// The same for plain lists of plain parameters, with all gradients in one list on `device`. Nothing
-// for anything else, or where there is no gradient; all is as before then.
-std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading);
+// The same for gradients themselves.
+Walk walk_over(const py::sequence& grads, const Reading& reading);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are compared as tensors are: by identity.

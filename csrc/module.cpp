@@ -8,6 +8,7 @@
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
+#include "found.h"
 #include "track.h"
 
 namespace ampfast {
@@ -103,6 +104,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("dtype", &GradList::dtype)
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
+  bind_arguments(m);
+  bind_found(m);
   bind_steps(m);
   bind_device_kernels(m);
   bind_watch(m);
@@ -139,16 +142,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("can_be_reused", &can_be_reused);
   m.def("looks_of", &looks_of);
   m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
-  m.def("walk", torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16,
-                                               bool writes, uint64_t devices, bool bumps_versions,
-                                               const py::object& local_shard_of) {
-          Walk found = walk(param_groups.ptr(), {allow_fp16, writes, devices, local_shard_of});
-          if (bumps_versions && !found.refused) {
-            found.bump_versions();
-          }
-          return std::make_tuple(std::move(found.lists), std::move(found.set_aside),
-                                 std::move(found.refused));
-        }));
 }
 
 }  // namespace ampfast

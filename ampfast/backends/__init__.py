@@ -6,7 +6,6 @@ import importlib
 import os
 import sysconfig
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import aten, core, scalars
-from ampfast.backends.core import Clip, Factor, Pass, compiled
+from ampfast.backends.core import Clip, Factor, Pass, Update, compiled
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.gpu import DeviceKernels
 
@@ -48,16 +47,7 @@ _REMEDIES = {
 
 
 class Kernels(Protocol):
-    """Kernels of a backend over gradient lists of a device.
-
-    Attributes:
-        pass_over: Runs a pass over an optimizer's gradients at once, as in _C.pyi; None, with
-            nothing done, where these must be sorted first.
-        clip_over: Clips an optimizer's gradients at once, under the same condition.
-    """
-
-    pass_over: Callable[..., Tensor | None]
-    clip_over: Callable[..., Tensor | None]
+    """Kernels of a backend over gradient lists of a device."""
 
     def run(self, grads: Any, work: Pass, /) -> Tensor:
         """Runs a pass over a list.
@@ -79,11 +69,11 @@ class Kernels(Protocol):
             clip: The clipping.
         """
 
-    def update(self, fields: tuple[Any, ...], /) -> bool | None:
+    def update(self, update: Update, /) -> bool | None:
         """Writes the next scale and growth tracker in place, and records the step in the state.
 
         Args:
-            fields: The fields of an `Update`, whose constructor would be a cold Python frame.
+            update: The update.
 
         Returns:
             Whether it was done; else nothing was written, and torch's op does it.

@@ -20,6 +20,7 @@ from ampfast.backends.core import (
     Clip,
     Factor,
     Pass,
+    Update,
     compiled,
     norm_layout,
     state_layout,
@@ -124,20 +125,13 @@ def lists_of(
     return list(lists.values())
 
 
-def pass_over(*given: Any) -> None:
-    """Leaves a pass over an optimizer's gradients to a walk that sorts them."""
-
-
-clip_over = pass_over
-
-
 @torch.no_grad()
 def run(grads: TensorList, work: Pass) -> Tensor:
     """Runs a pass over a list; returns its found_inf. It includes no update.
 
     Its ops are as many for a thousand gradients of a dtype as for one.
     """
-    sums, divides, factor = work.sums, work.how is Factor.DIVIDE, _factor_of(work)
+    sums, divides, factor = work.sums, work.how == Factor.DIVIDE, _factor_of(work)
     found_inf = new_flag(grads.device) if work.found_inf is None else work.found_inf
     if work.coefficient is not None:
         _multiply_(grads, factor, work.coefficient)
@@ -176,10 +170,10 @@ def run(grads: TensorList, work: Pass) -> Tensor:
 
 
 def _factor_of(work: Pass) -> Tensor | None:
-    """Returns the number that values are multiplied or, by `Factor.DIVIDE`, divided by."""
-    if work.factor is None or work.how is Factor.NONE:
+    """What values are multiplied or, by `Factor.DIVIDE`, divided by."""
+    if work.factor is None or work.how == Factor.NONE:
         return None
-    return inverse(work.factor) if work.how is Factor.TIMES_RECIPROCAL else work.factor
+    return inverse(work.factor) if work.how == Factor.TIMES_RECIPROCAL else work.factor
 
 
 def _check_or_write_(
@@ -210,7 +204,7 @@ def _peaks(group: _Group, work: Pass, factor: Tensor | None) -> list[Tensor]:
     used = group.norms(torch.inf)
     if used and (observes or not work.write):
         by = None if work.write else factor
-        used = [_used(torch.stack(used), first.dtype, by, work.how is Factor.DIVIDE)]
+        used = [_used(torch.stack(used), first.dtype, by, work.how == Factor.DIVIDE)]
     return used
 
 
@@ -265,7 +259,7 @@ def _count_group_(group: _Group, work: Pass, factor: Tensor | None, peaks: list[
         peaks = []
         if local.numel():
             peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
-            peaks = [_used(peak, local.dtype, by, work.how is Factor.DIVIDE)]
+            peaks = [_used(peak, local.dtype, by, work.how == Factor.DIVIDE)]
     if peaks and work.marks is not None and work.now is not None:
         mark_(work.marks, work.now, group.numbers, peaks[0])
 
@@ -343,40 +337,41 @@ class _State:
 _COUNTED = 7
 
 
-def update(fields: tuple[Any, ...], limits: Any = None, may_spike: bool = False) -> bool:
+def update(given: Update, limits: Any = None, may_spike: bool = False) -> bool:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
     A state on a CPU is the compiled core's; on other devices torch's ops write it, with no copy to
     the host.
 
     Args:
-        fields: As for `Kernels.update`.
+        given: As for `Kernels.update`.
         limits: What the state's scale is held to (`loss_scale.Limits`); None, with a state on
             another device than a CPU, for False.
         may_spike: Whether a flag may be that of a spike, as a norm was compared.
     """
-    scale, words = fields[0], fields[6]
-    if _is_on_host(scale):
-        if compiled.update(fields):
+    if _is_on_host(given.scale):
+        if compiled.update(given):
             return True
         # The core takes no tensors under a mode, which a state does not concern.
         with _disable_current_modes():
-            if words is not None and compiled.update(fields):
+            if given.state is not None and compiled.update(given):
                 return True
-    if words is not None and limits is None:
+    if given.state is not None and limits is None:
         return False
-    _update(fields, limits, may_spike)
+    _update(given, limits, may_spike)
     return True
 
 
 @torch.no_grad()
-def _update(fields: tuple[Any, ...], limits: Any, may_spike: bool) -> None:
+def _update(given: Update, limits: Any, may_spike: bool) -> None:
     """`update` by torch's ops, of which the host reads nothing."""
-    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, words, norm = fields
+    scale, growth_tracker, flags = given.scale, given.growth_tracker, given.found_infs
+    interval, norm = given.growth_interval, given.norm
+    words: Any = given.state
     first, *others = [moved(flag, scale.device) for flag in flags]
     # Out of place, since callers may hold the flags.
     found_inf = sum(others, start=first)
-    rule = growth_factor, backoff_factor, interval
+    rule = given.growth_factor, given.backoff_factor, interval
     if words is None:
         _update_by_torch(scale, growth_tracker, found_inf, rule, True)
         return
@@ -535,7 +530,7 @@ def p_norm(
     """
     by, values = _factor_of(Pass(False, how, factor)), core.real_view(grad.detach())
     if by is not None:
-        values = _product(values, by, how is Factor.DIVIDE)
+        values = _product(values, by, how == Factor.DIVIDE)
     if grad.is_complex():
         values = torch.view_as_complex(values)
     # The maximum of real numbers is exact in any dtype.

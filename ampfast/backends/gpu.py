@@ -44,16 +44,14 @@ class Ending:
 class DeviceKernels:
     """Kernels that a launcher launches on a device, as `backends.Kernels`.
 
-    Args:
+    Attributes:
         launcher: Launches of one kind of kernels, as the modules `backends.cuda` and
-            `backends.triton.launch`.
+            `backends.triton.launch`; the core calls it.
     """
 
     def __init__(self, launcher: Any) -> None:
-        self._launcher = launcher
-        # A partial adds no Python frame.
-        self.pass_over: Any = partial(core.pass_over_on, launcher)
-        self.clip_over: Any = partial(core.clip_over_on, launcher)
+        self.launcher = launcher
+        # Without a Python frame each.
         self.run: Any = partial(core.run_on, launcher)
         self.clip: Any = partial(core.clip_on, launcher)
         self.update: Any = partial(core.update_on, launcher)

@@ -1,32 +1,23 @@
-"""Global gradient norm, and clipping by it."""
+"""Arguments of norms, and their sums where ranks agree or torch's ops take them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfast import gradients
-from ampfast.backends import Choice, aten
-from ampfast.backends.aten import TensorList, p_norm
-from ampfast.backends.core import Clip, Factor, Pass, is_scalar
-from ampfast.backends.core import share_memory as lists_share_memory
-from ampfast.backends.scalars import (
-    allocate,
-    any_found,
-    joint_flag,
-    moved,
-    new_flag,
-    widest,
-)
-from ampfast.clip.norm_history import ClipLimit, SkipRule
-from ampfast.distributed import Agreement, marks_of
+from ampfast.backends import aten
+from ampfast.backends.aten import p_norm
+from ampfast.backends.core import Factor, Found, Pass
+from ampfast.backends.scalars import allocate, any_found, moved, new_flag, widest
+from ampfast.distributed import Agreement, Layout, LocalShards, marks_of
 from ampfast.errors import float_of
+from ampfast.gradients import READY, Flags, Record
 from ampfast.optim.fused_support import divides_by_itself, takes_grad_scaler
 
 # Orders whose norm is computed in the pass of the check.
@@ -35,36 +26,37 @@ FUSED_ORDERS = (2.0, math.inf)
 
 @dataclass
 class NormTerm:
-    """Gradients of one optimizer, or of a list of tensors, in a global norm.
+    """Gradients of one optimizer, or of a list of tensors, in a norm.
 
     Attributes:
-        optimizer: The optimizer, or the list.
-        grads: The gradients, as kernels take them.
-        unscaling: How and by what they are unscaled, as by `gradients.unscaling`.
-        writes: Whether they will be clipped in place.
-        unscales: Whether they are unscaled in place as they are measured, and not clipped.
-        flags: found_inf of the check, by device.
-        decided: These, where a hook has decided on them; else None.
-        sums: Sums of each list, as of a `Pass`.
-        counted: The sums that this rank counts; another rank counts the others.
+        grads: The gradients by number, None where there is none.
+        groups: Their parameters by group; none of a list of tensors.
+        found: The gradients, as kernels take them.
+        work: The pass that reads them.
+        shards: The collector of the local shards of distributed ones, or None.
+        rows: The tables of tracking, or None.
+        words: The state of which the first word counts the steps, or None.
     """
 
-    optimizer: Any
-    grads: gradients.Gradients
-    unscaling: tuple[Factor, Tensor | None]
-    writes: bool
-    unscales: bool = False
-    flags: dict[torch.device, Tensor] = field(default_factory=dict)
-    decided: dict[torch.device, Tensor] | None = None
-    sums: list[Tensor] = field(default_factory=list)
-    counted: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None]
+    groups: tuple[tuple[Tensor, ...], ...]
+    found: Found
+    work: Pass
+    shards: LocalShards | None = None
+    rows: Any = None
+    words: Tensor | None = None
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """Layouts of distributed gradients, by number."""
+        return {} if self.shards is None else self.shards.layouts
 
     def unscaling_on(self, device: torch.device) -> tuple[Factor, Tensor | None]:
         """Returns how, and by what factor on a device, gradients are still to be unscaled."""
-        how, factor = self.unscaling
-        if factor is None or self.unscales:
+        how, factor = Factor(self.work.how), self.work.factor
+        if self.work.write:
             return Factor.NONE, None
-        return how, moved(factor, device)
+        return how, None if factor is None else moved(factor, device)
 
 
 def order_of(norm_type: object) -> float:
@@ -80,73 +72,47 @@ def order_of(norm_type: object) -> float:
     return order
 
 
-def measure(
-    choice: Choice,
+def measured(
+    given: list[tuple[Any, Any, Found, Pass, Any]],
+    order: float,
+    device: torch.device,
+    agreement: Agreement | None,
+    words: Tensor | None,
+) -> tuple[Tensor, list[Flags]]:
+    """Returns what `sums_of` does, of an optimizer, its turn, gradients, pass and rows each.
+
+    Turns that are ready get this rank's flags, on which `update` agrees if the collective fails.
+    """
+    terms: list[NormTerm] = []
+    for optimizer, _, found, work, rows in given:
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        # Reading the gradient of a non-leaf tensor warns.
+        grads = (
+            [param.grad for param in params]
+            if found.has_complex or order not in FUSED_ORDERS
+            else []
+        )
+        terms.append(NormTerm(grads, found.groups, found, work, found.shards, rows, words))
+    turns = [turn for _, turn, *_ in given]
+    return sums_of(terms, order, device, agreement, turns)
+
+
+def sums_of(
     terms: list[NormTerm],
     order: float,
-    limit: float | Callable[[Tensor, Tensor | None], Tensor],
-    scale: Tensor | None,
-    divisor: Tensor | None = None,
-    agreement: Agreement | None = None,
-    skip_rule: SkipRule | None = None,
-    turns: Sequence[Any] = (),
-) -> tuple[Tensor, Tensor]:
-    """Global norm and clip coefficient; sets the terms' flags, also of a spike, and `divisor`.
-
-    Writes only the gradients of terms that unscale, of which none may be one that
-    `require_writable` refuses. The limit may be a function of the norm and the joint flag. Turns
-    get this rank's flags, on which `update` agrees if the collective fails.
-    """
-    for term in terms:
-        _read(term, agreement)
-    for turn, term in zip(turns, terms, strict=False):
-        turn["found_inf_per_device"], turn.agreement = term.flags, agreement
-    lists = [grads for term in terms for _, grads in term.grads.lists]
-    lists.sort(key=lambda grads: isinstance(grads, TensorList))
-    device = torch.device("cpu") if scale is None else scale.device
-    # As in torch, the norm is on the device of the first gradient; it is compared where the norms
-    # of earlier steps are.
-    place = lists[0].device if lists else device
-    device = place if skip_rule is None else device
-    dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
-    norm = allocate(torch.empty, (), dtype=dtype, device=device)
-    coefficient = allocate(torch.empty, (), dtype=widest(device), device=device)
-    sums = _sums_of_all(terms, order, device, agreement)
-    flag = None if skip_rule is None else _joint(terms, device)
-    given = None if divisor is None else scale
-    rule = () if skip_rule is None else skip_rule
-    number = limit if isinstance(limit, float) else math.inf
-    clip = Clip(sums, number, order != 2.0, norm, coefficient, given, divisor, flag, *rule)
-    if is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
-        choice.kernels_for(device).clip(clip)
-    else:
-        aten.clip(clip)
-    if not isinstance(limit, float):
-        found = _joint(terms, device) if flag is None else flag
-        coefficient.copy_(_coefficient(norm.to(coefficient.dtype), limit(norm, found)))
-        if divisor is not None and scale is not None:
-            aten.set_divisor(divisor, scale, coefficient)
-    if flag is not None:
-        _set_all(terms, flag)
-    return norm if place == device else moved(norm, place), coefficient
-
-
-def _coefficient(norm: Tensor, limit: Tensor) -> Tensor:
-    """Clip coefficient of a limit that is a tensor, NaN if nothing is known yet."""
-    clipped = aten.clip_coefficient(norm, limit)
-    # Limits are of norms in float32.
-    clipped = torch.where((norm.float() <= limit) | limit.isnan(), 1.0, clipped)
-    # As by a limit that is a number: the norm of finite gradients has overflowed.
-    return torch.where(norm.isinf(), 0.0, clipped)
-
-
-def _sums_of_all(
-    terms: list[NormTerm], order: float, device: torch.device, agreement: Agreement | None
-) -> Tensor:
-    """The sums of a `Clip`; of all ranks if they agree, as the flags of the terms are then."""
-    wide, flags = widest(device), [term.flags for term in terms]
+    device: torch.device,
+    agreement: Agreement | None,
+    turns: list[Any] | None = None,
+) -> tuple[Tensor, list[Flags]]:
+    """Returns the sums of a `Clip` and the flags of each term; of all ranks if they agree."""
+    read = [_read(term, agreement) for term in terms]
+    flags = [found for found, _ in read]
+    for turn, found in zip(turns or (), flags, strict=False):
+        if agreement is not None and turn is not None and turn["stage"] is READY:
+            turn["found_inf_per_device"], turn.agreement = found, agreement
+    wide = widest(device)
     if order in FUSED_ORDERS:
-        counted = [each for term in terms for each in term.counted]
+        counted = [each.reshape(2) for _, sums in read for each in sums]
         if order != 2.0:
             # Of complex gradients the passes have read the parts.
             others = (_p_norms(term, order, agreement, only_complex=True) for term in terms)
@@ -157,7 +123,7 @@ def _sums_of_all(
         else:
             sums = torch.stack([moved(each, device) for each in counted])
         if agreement is None:
-            return sums
+            return sums, flags
         largest = order != 2.0
         mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
         flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)
@@ -168,149 +134,75 @@ def _sums_of_all(
         if agreement is not None:
             flags = agreement.all_reduce(flags, device)
             total = agreement.norm(total, order)
-    for term, agreed in zip(terms, flags, strict=True):
-        term.flags = agreed if term.decided is None else term.decided
     # A total that is known is in both columns.
-    return torch.stack([total, total]).unsqueeze(0)
+    return torch.stack([total, total]).unsqueeze(0), flags
 
 
-def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None:
-    """Raises the error of torch's ops for the first gradient that they refuse to write.
-
-    Optimizers that clip in their own step write their gradients there, without a check.
-    """
-    for term, deferred in zip(terms, defers or [False] * len(terms), strict=True):
-        for aside in term.grads.for_torch() if term.writes or deferred else ():
-            if term.unscaling[0] is not Factor.NONE:
-                aten.require_unscalable(aside)
-            aten.require_writable(aside)
-
-
-def unscale_as_read(terms: list[NormTerm], order: float, limit: float | ClipLimit) -> bool:
-    """Has gradients without a limit unscaled by the pass that measures them; whether it writes."""
-    for term in terms if order in FUSED_ORDERS and limit == math.inf else ():
-        term.unscales = term.writes
-    return any(term.unscales for term in terms)
-
-
-def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, copies: bool) -> None:
-    """Has terms decided by the flags of their optimizers' turns, on which all ranks agree."""
-    for turn, term in zip(turns, terms, strict=True):
-        flags = term.decided = turn["found_inf_per_device"]
-        if copies:
-            term.decided = {at: joint_flag([each], each.device) for at, each in flags.items()}
-
-
-def give_flags(
-    terms: list[NormTerm], turns: Sequence[Any], defers: list[bool], divisor: Tensor | None
-) -> None:
-    """Gives turns the flags of their terms, and the divisor of a clip that their step does."""
-    for turn, term, deferred in zip(turns, terms, defers, strict=True):
-        if deferred:
-            turn.divisor = divisor
-        turn["found_inf_per_device"] = term.flags
-
-
-def share_memory(terms: list[NormTerm]) -> bool:
-    """Whether gradients of these terms share memory, as if a parameter is listed twice."""
-    return lists_share_memory([group for term in terms for group in term.grads.groups])
-
-
-def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
-    """Multiplies gradients in place by the inverse scale, then by the coefficient."""
-    for term in terms:
-        if term.writes and not term.unscales:
-            # Their overflows were marked as they were read.
-            grads = replace(term.grads, track_on=None)
-            grads.run(Pass(True, *term.unscaling, coefficient=coefficient))
-
-
-def _read(term: NormTerm, agreement: Agreement | None) -> None:
-    """Computes flags and sums of a term, some of whose gradients another rank may count."""
-    work = Pass(term.unscales, *term.unscaling)
-    flags: dict[torch.device, list[Tensor]] = {}
-    marks = {} if agreement is None else marks_of(term.grads.groups)
-    split = [term.grads] if agreement is None else _split(term, agreement, marks)
-    for grads, counts in zip(split, (True, False), strict=False):
-        found, sums = grads.run(work, reduces=False)
-        term.sums += sums
-        term.counted += sums if counts else []
-        for device, flag in found.items():
+def _read(term: NormTerm, agreement: Agreement | None) -> tuple[Flags, list[Tensor]]:
+    """Computes flags, and sums of the gradients that this rank counts."""
+    flags: dict[Any, list[Tensor]] = {}
+    counted: list[Tensor] = []
+    marks = {} if agreement is None else marks_of(term.groups)
+    apart = set() if agreement is None else _counted_apart(term, agreement, marks)
+    parts: list[tuple[Found, bool]] = [(term.found, True)]
+    if agreement is not None:
+        counts_others = agreement.counts(None)
+        parts = [(term.found, counts_others)]
+        if apart:
+            inside, outside = term.found.split(apart)
+            parts = [(outside, counts_others), (inside, not counts_others)]
+            parts.sort(key=lambda part: not part[1])
+    for found, counts in parts:
+        each, sums = found.run(term.work, term.rows, term.words, True)
+        counted += sums if counts else []
+        for device, flag in each.items():
             flags.setdefault(device, []).append(flag)
     if agreement is not None:
         # Partial sums are replaced by reduced ones.
-        for number, reduced in term.grads.shards.reduced():
+        for number, reduced in term.shards.reduced() if term.shards is not None else ():
             row = aten.norms([reduced], *term.unscaling_on(reduced.device))
-            term.sums.append(row)
-            if term.grads.track_on is not None:
-                table, now = term.grads.track_on(reduced.device)
-                aten.mark_(table, now, [number], row[1:])
-            counts = agreement.counts(term.grads.layouts[number], marks.get(number))
-            term.counted += [row] if counts else []
+            if term.rows is not None and term.words is not None:
+                now = moved(term.words[:1], reduced.device)
+                aten.mark_(term.rows.counters_on(reduced.device), now, [number], row[1:])
+            counts = agreement.counts(term.layouts[number], marks.get(number))
+            counted += [row] if counts else []
             flags.setdefault(row.device, []).append((~row[1].isfinite()).float())
-        for _, each in term.grads.lists:
+        for device in term.found.devices:
             # A device whose shards are all empty has no flag yet.
-            flags.setdefault(each.device, [new_flag(each.device)])
-    term.flags = {
+            flags.setdefault(device, [new_flag(device)])
+    joint = {
         device: found[0] if len(found) == 1 else any_found(found, device)
         for device, found in flags.items()
     }
-    if term.decided is not None:
-        term.flags = term.decided
+    return joint, counted
 
 
-def _split(
+def _counted_apart(
     term: NormTerm, agreement: Agreement, marks: dict[int, tuple[int, ...]]
-) -> tuple[gradients.Gradients, gradients.Gradients]:
-    """Splits the gradients into those whose norm this rank counts, and the others."""
+) -> set[int]:
+    """Numbers of the gradients that this rank counts in a norm unless it counts the others."""
     # The norm of a partial sum is not that of a summand.
     counts = {
         number: not layout.is_partial and agreement.counts(layout, marks.get(number))
-        for number, layout in term.grads.layouts.items()
+        for number, layout in term.layouts.items()
     }
     for number, mark in marks.items():
         counts.setdefault(number, agreement.counts(None, mark))
     counts_others = agreement.counts(None)
-    numbers = {number for number, here in counts.items() if here != counts_others}
-    apart, others = term.grads.split(numbers) if numbers else (gradients.Gradients([]), term.grads)
-    return (others, apart) if counts_others else (apart, others)
-
-
-def _is_float32_on(tensor: Tensor | None, device: torch.device) -> bool:
-    return tensor is not None and is_scalar(tensor, torch.float32) and tensor.device == device
-
-
-def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
-    """The flag of all gradients of a norm, on its device; None for none."""
-    flags = [flag for term in terms for flag in term.flags.values()]
-    if len(flags) == 1 and _is_float32_on(flags[0], device):
-        return flags[0]
-    return joint_flag(flags, device) if flags else None
-
-
-def _set_all(terms: list[NormTerm], found: Tensor) -> None:
-    """Replaces each flag by the joint flag, on its device."""
-    for term in terms:
-        term.flags = {
-            at: flag if flag is found else moved(found, flag.device, copy=True)
-            for at, flag in term.flags.items()
-        }
+    return {number for number, here in counts.items() if here != counts_others}
 
 
 def _p_norms(
     term: NormTerm, order: float, agreement: Agreement | None, only_complex: bool = False
 ) -> Iterator[Tensor]:
     """Norm, of an order without kernels, of each gradient that this rank counts."""
-    grads, groups = term.optimizer, term.grads.groups
-    if not isinstance(grads, list):
-        grads = [param.grad for params in groups for param in params]
-    marks = {} if agreement is None else marks_of(groups)
-    for number, grad in enumerate(grads):
+    marks = {} if agreement is None else marks_of(term.groups)
+    for number, grad in enumerate(term.grads):
         if only_complex and (grad is None or not (grad.is_complex() and grad.numel())):
             continue
-        layout = term.grads.layouts.get(number)
+        layout = term.layouts.get(number)
         if grad is not None and layout is not None:
-            grad = layout.local_tensor(grad)
+            grad = layout.local_tensor(grad)  # type: ignore[arg-type]
         counts = agreement is None or agreement.counts(layout, marks.get(number))
         if grad is not None and counts:
             values = grad._values() if grad.is_sparse else grad
@@ -337,7 +229,7 @@ def optimizers_of(optimizer: object) -> list[Any]:
     return list(given)
 
 
-def can_defer(optimizer: Any, overridden: bool) -> bool:
+def can_defer(optimizer: Any, record: Record, overridden: bool) -> bool:
     """Whether an optimizer can clip in its step; raises ValueError if it cannot even unscale."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
@@ -345,7 +237,7 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
-    if not divides_by_itself(optimizer):
+    if not divides_by_itself(optimizer, record):
         return False
     if takes_grad_scaler(optimizer.step):
         return False
@@ -364,12 +256,4 @@ def refuse_own_grad_scale(optimizer: object) -> None:
         raise ValueError(
             f"in_place=False sets the grad_scale of {type(optimizer).__name__}, which has one "
             "already: delete it, or use in_place=True"
-        )
-
-
-def skip_together(terms: list[NormTerm], device: torch.device) -> None:
-    """Skips all optimizers if one must skip: its overflow is in the coefficient of all."""
-    if len(terms) > 1:
-        _set_all(
-            terms, joint_flag([flag for each in terms for flag in each.flags.values()], device)
         )

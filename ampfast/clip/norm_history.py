@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ampfast.backends import scalars
-from ampfast.backends.core import norm_layout, state_layout
+from ampfast.backends import aten, scalars
+from ampfast.backends.core import Clip, norm_layout, state_layout
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.errors import float_of, require_int, warn_caller
-from ampfast.optim.fused_support import ByOptimizer
-
-# Norms by which a step is decided in the kernels of a clip, as `core.Clip` has them.
-SkipRule: TypeAlias = tuple[float, Tensor | None]
+from ampfast.gradients import Record, Records
 
 # On a GPU, clips from one copy of a history's header to the next.
 _CLIPS_PER_COPY = 64
@@ -104,11 +102,11 @@ class Percentile:
     def _take(self, words: Tensor, norm: Tensor, taken: Tensor) -> Tensor:
         """Returns the limit of a norm, which joins the history if the step is `taken`."""
         count, norms = words[: norm_layout.COUNT + 1], words[norm_layout.RING :]
-        places = torch.arange(self.window, device=words.device)
-        norms.copy_(torch.where((places == count % self.window) & taken, norm, norms))
+        # After the window there is a place for what does not join it.
+        place = torch.where(taken, count % self.window, self.window)
+        norms.index_copy_(0, place.long(), norm.reshape(1))
         count.add_(taken)
-        known = torch.where(places < count, norms, torch.nan)
-        return torch.nanquantile(known, self.percentile / 100)
+        return torch.nanquantile(norms[: self.window], self.percentile / 100)
 
 
 @dataclass(frozen=True)
@@ -178,6 +176,14 @@ ClipLimit: TypeAlias = Percentile | ZScore
 Saved: TypeAlias = list[tuple[str, list[float]]]
 
 
+def sigmas_limit(rule: Sigmas, norms: list[float]) -> float | None:
+    """Returns the limit that follows these norms, or None if they do not fill the window."""
+    if len(norms) < rule.window:
+        return None
+    there = scalars.allocate(torch.tensor, norms, dtype=torch.float64, device="cpu")
+    return float(aten.sigmas_limit(there, rule.sigmas))
+
+
 def skip_limit_of(skip_above: object) -> float | Sigmas | None:
     """Returns the limit above which a norm skips its step, checked.
 
@@ -204,11 +210,12 @@ def clip_limit_of(max_norm: object) -> float | ClipLimit:
     return float_of("max_norm", max_norm, others, least=0)
 
 
-class _History:
+class History:
     """The norms of an optimizer's steps that one rule knows, on a device.
 
     Its words are a header and a ring of norms, laid out as `norm_layout`; of `ZScore` a header
-    alone, which has the mean, the variance and the clips in a row after the count.
+    alone, which has the mean, the variance and the clips in a row after the count. Of `Percentile`
+    unknown norms are NaN.
 
     Attributes:
         words: Floats of the widest dtype of the device.
@@ -219,6 +226,7 @@ class _History:
     def __init__(self, rule: Sigmas | ClipLimit, saved: list[float], device: torch.device) -> None:
         self.rule, self.is_captured, self._clips = rule, False, 0
         dtype, size = scalars.widest(device), norm_layout.RING + _window_of(rule)
+        size += isinstance(rule, Percentile)
         self.words = scalars.allocate(torch.zeros, size, dtype=dtype, device=device)
         self._header = self.words[: norm_layout.RING]
         self.load(saved)
@@ -230,7 +238,7 @@ class _History:
         """Returns the header and the norms, oldest first, with a host sync."""
         words: list[float] = self.words.tolist()
         self._warn(words)
-        header, ring = words[: norm_layout.RING], words[norm_layout.RING :]
+        header, ring = words[: norm_layout.RING], words[norm_layout.RING :][: _window_of(self.rule)]
         count = int(header[norm_layout.COUNT])
         start = count % len(ring) if ring else 0
         norms = (ring[start:] + ring[:start])[max(0, len(ring) - count) :]
@@ -243,10 +251,24 @@ class _History:
             words = _counted(words[: norm_layout.RING], words[norm_layout.RING :][-window:])
         if isinstance(self.rule, Sigmas):
             words[norm_layout.PATIENCE] = self.rule._patience
-        words = words + [0.0] * (self.words.numel() - len(words))
+        unknown = math.nan if isinstance(self.rule, Percentile) else 0.0
+        words = words + [unknown] * (self.words.numel() - len(words))
         here = scalars.allocate(torch.tensor, words, dtype=self.words.dtype, device="cpu")
         self.words.copy_(here)
         self._warned, self._copies = self._events(words), scalars.HostCopies()
+
+    def follow(self, clip: Clip, found_inf: Tensor | None) -> None:
+        """Decides a clip by the limit of its norm, which joins these; no host sync."""
+        rule, norm = self.rule, clip.norm
+        if isinstance(rule, Sigmas):
+            raise TypeError("Sigmas is no limit of a clip")
+        # Rounded, so that all ranks take the same limit.
+        norm = norm.detach().float().to(self.words.dtype).reshape(())
+        taken = norm.isfinite() & (norm > 0)
+        if found_inf is not None:
+            taken &= found_inf.reshape(()) == 0
+        set_coefficient(clip, rule._take(self.words, norm, taken))
+        self.check()
 
     def check(self) -> None:
         """Warns of a restart or of many clips; on a GPU from a copy that has arrived."""
@@ -271,6 +293,19 @@ class _History:
             warn_caller(self.rule._warning)
 
 
+def set_coefficient(clip: Clip, limit: Tensor) -> None:
+    """Writes the coefficient of a clip, and its divisor, by a limit; NaN if none is known yet."""
+    coefficient: Any = clip.coefficient
+    norm = clip.norm.to(coefficient.dtype)
+    clipped = aten.clip_coefficient(norm, limit)
+    # Limits are of norms in float32.
+    clipped = torch.where((norm.float() <= limit) | limit.isnan(), 1.0, clipped)
+    # As by a limit that is a number: the norm of finite gradients has overflowed.
+    coefficient.copy_(torch.where(norm.isinf(), 0.0, clipped))
+    if clip.divisor is not None and clip.scale is not None:
+        aten.set_divisor(clip.divisor, clip.scale, coefficient)
+
+
 def _window_of(rule: Sigmas | ClipLimit) -> int:
     return 0 if isinstance(rule, ZScore) else rule.window
 
@@ -280,23 +315,6 @@ def _counted(header: list[float], norms: list[float]) -> list[float]:
     return [float(len(norms)), *header[norm_layout.COUNT + 1 :], *norms]
 
 
-@dataclass
-class _Record:
-    """Histories of one optimizer by the name of their rule; what was saved of it until it is met.
-
-    Attributes:
-        place: The optimizer's place in a checkpoint.
-        known: The histories.
-    """
-
-    place: int
-    known: dict[str, _History | list[float]]
-
-    def saved(self) -> dict[str, list[float]]:
-        known = self.known.items()
-        return {name: each if isinstance(each, list) else each.saved() for name, each in known}
-
-
 class NormHistories:
     """The norms of the steps of each optimizer, for limits that follow them.
 
@@ -304,59 +322,40 @@ class NormHistories:
     the optimizers that meet one next, in this order, which alone tells which of the checkpoint's
     optimizers is which one here. An optimizer whose limit was captured gets those in its place at
     once, in the same memory: replays ask for nothing.
+
+    Args:
+        records: The records of the optimizers, which have their histories.
+        saved: What `saved` returned, for optimizers yet to come.
     """
 
-    def __init__(self) -> None:
-        self._records = ByOptimizer[_Record]()
+    def __init__(self, records: Records, saved: Iterable[Saved] = ()) -> None:
+        self._records = records
         # Of a checkpoint or a pickle, by place, for optimizers yet to come.
-        self._loaded: dict[int, dict[str, list[float]]] = {}
+        self._loaded = dict(enumerate(map(dict, saved)))
         # Whether a norm was compared in this iteration, and whether to warn if none was.
         self._is_compared, self._warns = False, True
 
-    def _of(self, optimizer: Any, rule: Sigmas | ClipLimit, device: torch.device) -> _History:
-        """The optimizer's history of a rule, on a device."""
-        record, name = self._records.get(optimizer), type(rule).__name__
-        known = [] if record is None else record.known.get(name, [])
-        if isinstance(known, list) or not known.fits(rule, device):
+    def of(self, record: Record, rule: Sigmas | ClipLimit, device: torch.device) -> History:
+        """Returns the optimizer's history of a rule, on a device."""
+        name = type(rule).__name__
+        known = record.norms.get(name)
+        if not isinstance(known, History) or not known.fits(rule, device):
             refuse_capture(f"the creation of the norms of {name}, which every replay would reset")
-            if record is None:
-                place = min(self._loaded, default=max(self._places(), default=-1) + 1)
-                record = _Record(place, {**self._loaded.pop(place, {})})
-                self._records.record(optimizer, record)
-            saved = record.saved().get(name, [])
-            known = record.known[name] = _History(rule, saved, device)
-        if isinstance(rule, Sigmas) and rule != known.rule:
-            known.words[norm_layout.PATIENCE] = rule._patience
-        known.rule = rule
+            if record.place is None:
+                record.place = min(self._loaded, default=max(self._places(), default=-1) + 1)
+                record.norms |= self._loaded.pop(record.place, {})
+            known = record.norms[name] = History(rule, _saved(record).get(name, []), device)
+        if known.rule is not rule:
+            if isinstance(rule, Sigmas) and rule != known.rule:
+                known.words[norm_layout.PATIENCE] = rule._patience
+            known.rule = rule
         return known
 
-    def clip_limit(
-        self, optimizer: Any, rule: ClipLimit, norm: Tensor, found_inf: Tensor | None
-    ) -> Tensor:
-        """Returns the limit of a norm, which joins the optimizer's history; no host sync."""
-        history = self._of(optimizer, rule, norm.device)
-        # Rounded, so that all ranks take the same limit.
-        norm = norm.detach().float().to(history.words.dtype).reshape(())
-        taken = norm.isfinite() & (norm > 0)
-        if found_inf is not None:
-            taken &= found_inf.reshape(()) == 0
-        limit = rule._take(history.words, norm, taken)
-        history.check()
-        return limit
-
-    def skip_rule(self, optimizer: Any, limit: float | Sigmas, device: torch.device) -> SkipRule:
-        """Returns the rule for a norm, which joins the optimizer's history in the kernel."""
-        if not isinstance(limit, Sigmas):
-            return limit, None
-        return limit.sigmas, self._of(optimizer, limit, device).words
-
-    def compared(self, optimizer: Any, rule: SkipRule) -> None:
-        """Ends a clip that has compared the norm by a rule."""
+    def compared(self, history: History | None) -> None:
+        """Ends a clip that has compared the norm with a limit, of a history or a number."""
         self._is_compared = True
-        record = self._records.get(optimizer)
-        known = None if record is None else record.known.get(Sigmas.__name__)
-        if rule[1] is not None and isinstance(known, _History):
-            known.check()
+        if history is not None:
+            history.check()
 
     def end_iteration(self) -> None:
         """Ends an iteration with a default limit; warns once if no norm was compared with it."""
@@ -372,35 +371,42 @@ class NormHistories:
     def window(self, optimizer: Any = None) -> list[float]:
         """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""
         for each, record in self._records:
-            if optimizer is None or each is optimizer:
-                return record.saved().get(Sigmas.__name__, [])[norm_layout.RING :]
+            if record.place is not None and (optimizer is None or each is optimizer):
+                return _saved(record).get(Sigmas.__name__, [])[norm_layout.RING :]
         return []
 
+    def _known(self) -> list[Record]:
+        return [record for _, record in self._records if record.place is not None]
+
     def _places(self) -> list[int]:
-        return sorted([*self._loaded, *(record.place for _, record in self._records)])
+        known: list[Any] = [record.place for record in self._known()]
+        return sorted([*self._loaded, *known])
 
     def saved(self) -> list[Saved]:
         """Returns the norms by optimizer and name of the rule, with a host sync for each."""
-        saved = {**self._loaded, **{each.place: each.saved() for _, each in self._records}}
+        known: dict[Any, Any] = {each.place: _saved(each) for each in self._known()}
+        saved = {**self._loaded, **known}
         return [list(saved[place].items()) for place in self._places()]
 
     def load(self, saved: list[Saved]) -> None:
         """Takes what `saved` returned, for captured limits and those to come."""
-        places, before = self._places(), self._records
-        self._loaded, self._records = dict(enumerate(map(dict, saved))), ByOptimizer()
-        for optimizer, record in before:
-            known, place = record.known.items(), places.index(record.place)
-            kept = {n: each for n, each in known if isinstance(each, _History) and each.is_captured}
+        places, known = self._places(), self._known()
+        self._loaded = dict(enumerate(map(dict, saved)))
+        for record in known:
+            histories, place = record.norms, places.index(record.place or 0)
+            record.norms, record.place = {}, None
+            kept = {name: h for name, h in histories.items() if getattr(h, "is_captured", False)}
             if kept:
-                record = _Record(place, {**self._loaded.pop(place, {})})
+                record.norms, record.place = {**self._loaded.pop(place, {})}, place
                 for name, history in kept.items():
-                    history.load(record.saved().get(name, []))
-                    record.known[name] = history
-                self._records.record(optimizer, record)
+                    history.load(_saved(record).get(name, []))
+                    record.norms[name] = history
 
-    def __getstate__(self) -> dict[str, Any]:
-        # An optimizer is not the same in another process.
-        return {**NormHistories().__dict__, "_loaded": dict(enumerate(map(dict, self.saved())))}
+
+def _saved(record: Record) -> dict[str, list[float]]:
+    """The norms of an optimizer by the name of their rule; what was loaded until one asks."""
+    norms = record.norms.items()
+    return {name: each.saved() if isinstance(each, History) else each for name, each in norms}
 
 
 def require_norms(saved: Any) -> list[Saved]:

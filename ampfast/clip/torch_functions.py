@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from types import FunctionType, GeneratorType, SimpleNamespace
+from types import FunctionType, GeneratorType
 from typing import Any
 
 import torch
@@ -13,21 +13,23 @@ from torch import Tensor
 
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Kernels, core
-from ampfast.backends.core import Clip, Factor, Pass
+from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.backends.scalars import allocate, moved, widest
 from ampfast.clip.global_norm import FUSED_ORDERS
 from ampfast.errors import warn_caller
+from ampfast.gradients import Turn
 
 # Before patch() gives the names to the functions of this module.
 torch_clip_grad_norm_: Any = torch.nn.utils.clip_grad_norm_
 torch_get_total_norm: Any = torch.nn.utils.get_total_norm
 torch_clip_grads_with_norm_: Any = torch.nn.utils.clip_grads_with_norm_
 
+_USES, _CLIP = [Use.AS_THEY_ARE], Aim.CLIP
+
 # Called with the parameters and the limit of a clip, while the loops of scalers are checked.
 on_clip: Callable[[list[Tensor], Any], None] | None = None
 
-_READS = Pass(False, Factor.NONE)
 _WIDE = torch.float32, torch.float64
 
 
@@ -67,14 +69,18 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return norm
-    listed = _listed(parameters)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, GeneratorType):
         warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
-    first, given = _first_grad(listed), _numbers(norm_type, max_norm)
+    given = _numbers(norm_type, max_norm)
+    found = None if given is None else _found(listed)
+    dtype = None if found is None else found.dtype
+    if given is not None and given[0] == math.inf and _refuses(listed):
+        found = None
     clipped = None
-    if first is not None and given is not None:
+    if found is not None and given is not None and dtype is not None:
         try:
-            clipped = _clipped(listed, first, *given, error_if_nonfinite)
+            clipped = _clipped(found, dtype, *given, error_if_nonfinite)
         except RuntimeError:
             if error_if_nonfinite or not is_capturing():
                 raise
@@ -111,14 +117,19 @@ def get_total_norm(
     Raises:
         RuntimeError: As `clip_grad_norm_`.
     """
-    listed, given = _listed(tensors), _numbers(norm_type)
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = _numbers(norm_type)
+    order = 0.0 if given is None else given[0]
     if not torch.compiler.is_compiling():
-        kernels = _kernels_for(listed[0] if listed else None)
-        if given is not None and kernels is not None and not _refuses(listed, given[0]):
+        kernels = backends.choose().kernels_for(listed[0].device) if listed else TORCH_OPS
+        are_known = given is not None and kernels is not TORCH_OPS
+        if are_known and not (order == math.inf and _refuse_largest(listed)):
             grads = core.list_of(listed, listed[0].device)
             if grads is not None:
-                clip = _clip_of(kernels, grads, *given, dtype is torch.float64)
-                kernels.clip(clip)
+                wide = grads.has_float64 or dtype is torch.float64
+                sums = allocate(torch.empty, 2, dtype=torch.float64, device=grads.device)
+                kernels.run(grads, Pass(False, Factor.NONE, sums=sums))
+                clip = _clip_of(kernels, sums, math.inf, order, _WIDE[wide])
                 norm = clip.norm.to(dtype or grads.dtype)
                 if error_if_nonfinite:
                     torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
@@ -153,17 +164,18 @@ def clip_grads_with_norm_(
     if torch.compiler.is_compiling():
         torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
-    listed = _listed(parameters)
-    given, kernels = _numbers(2.0, max_norm), _kernels_for(_first_grad(listed))
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = _numbers(2.0, max_norm)
     is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
-    is_plain = is_plain and total_norm.is_floating_point() and not core.share_memory([listed])
-    grads = _grads_of(listed) if kernels and given and is_plain else None
-    if kernels is None or given is None or grads is None:
+    is_plain = is_plain and total_norm.is_floating_point()
+    found = _found(listed) if given is not None and is_plain else None
+    if given is None or found is None or found.dtype is None:
         torch_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
     else:
-        norm = moved(total_norm.detach(), grads.device).to(widest(grads.device))
+        [device] = found.devices
+        norm = moved(total_norm.detach(), device).to(widest(device))
         clip = Clip(norm.repeat(1, 2), given[1], True, torch.empty_like(norm))
-        kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
+        found.run(Pass(True, Factor.NONE, clip=clip), None, None, False)
     if on_clip is not None:
         on_clip(listed, max_norm)
 
@@ -182,14 +194,6 @@ stand_in_get_total_norm = _stand_in(get_total_norm)
 stand_in_clip_grads_with_norm_ = _stand_in(clip_grads_with_norm_)
 
 
-def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _first_grad(params: list[Tensor]) -> Tensor | None:
-    return next((param.grad for param in params if param.grad is not None), None)
-
-
 def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | None:
     """Order and limit, if the kernels know them; torch raises for others, in its order."""
     try:
@@ -199,56 +203,46 @@ def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | 
     return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
 
 
-def _kernels_for(grad: Tensor | None) -> Kernels | None:
-    kernels = TORCH_OPS if grad is None else backends.choose().kernels_for(grad.device)
-    return None if kernels is TORCH_OPS else kernels
-
-
-def _refuses(grads: Iterable[Tensor | None], order: float) -> bool:
-    """Whether the kernels lack a norm: the largest of no values, or of complex ones."""
-    given = (grad for grad in grads if grad is not None) if order == math.inf else ()
-    return any(grad.numel() == 0 or grad.is_complex() for grad in given)
-
-
-def _grads_of(params: list[Tensor]) -> core.GradList | None:
-    """The gradients of parameters, about to be written; None if one is for torch's function."""
-    groups, devices = [{"params": params}], backends.choose().devices
-    lists, irregular, refused = core.walk(groups, True, True, devices, True, None)
-    return lists[0] if len(lists) == 1 and not irregular and refused is None else None
+def _found(params: list[Tensor]) -> core.Found | None:
+    """The gradients of parameters, about to be written; None if torch's function refuses them."""
+    try:
+        return Finder(backends.choose()).find_in([{"params": params}], True, True)
+    except (RuntimeError, AssertionError):
+        return None
 
 
 def _clipped(
-    params: list[Tensor], first: Tensor, order: float, limit: float, raises: bool
-) -> Tensor | None:
-    """Norm of gradients, which are clipped; None, with nothing written, for torch's function."""
-    kernels, largest = _kernels_for(first), order == math.inf
-    if kernels is None or _refuses((param.grad for param in params), order):
-        return None
-    if not raises and first.dtype in _WIDE:
-        optimizer = SimpleNamespace(param_groups=[{"params": params}])
-        clip = core.clip_to(limit, largest)
-        norm = kernels.clip_over(optimizer, {}, None, _READS, True, first, clip)
-        if norm is not None:
-            return norm
-    grads = None if core.share_memory([params]) else _grads_of(params)
-    if grads is None:
-        return None
-    clip = _clip_of(kernels, grads, order, limit)
-    if raises or limit == math.inf:
-        kernels.clip(clip)
-    if raises:
-        torch_get_total_norm([clip.norm.to(grads.dtype)], order, error_if_nonfinite=True)
+    found: core.Found, dtype: torch.dtype, order: float, limit: float, raises: bool
+) -> Tensor:
+    """Norm of gradients, which are clipped; if it `raises`, they are measured before."""
+    if not raises:
+        given = ([found], [Turn()], _USES, _CLIP, limit, order, None)
+        norm: Tensor = Finder(backends.choose()).norm(*given)
+        return norm if dtype in _WIDE else norm.to(dtype)
+    _, [sums] = found.run(Pass(False, Factor.NONE), None, None, True)
+    [device] = found.devices
+    kernels = backends.choose().kernels_for(device)
+    clip = _clip_of(kernels, sums, limit, order, _WIDE[dtype is torch.float64])
+    norm = clip.norm.to(dtype)
+    torch_get_total_norm([norm], order, error_if_nonfinite=True)
     if limit != math.inf:
-        kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
-    return clip.norm.to(grads.dtype)
+        found.run(Pass(True, Factor.NONE, clip=clip), None, None, False)
+    return norm
+
+
+def _refuses(params: list[Tensor]) -> bool:
+    return _refuse_largest([param.grad for param in params if param.grad is not None])
+
+
+def _refuse_largest(grads: list[Tensor]) -> bool:
+    """Whether the kernels lack a norm: the largest of no values, or of complex ones."""
+    return any(grad.numel() == 0 or grad.is_complex() for grad in grads)
 
 
 def _clip_of(
-    kernels: Kernels, grads: core.GradList, order: float, limit: float, is_wide: bool = False
+    kernels: Kernels, sums: Tensor, limit: float, order: float, dtype: torch.dtype
 ) -> Clip:
-    """A clipping of gradients, which are measured; its norm is float64 if one is, or on request."""
-    sums = allocate(torch.empty, 2, dtype=torch.float64, device=grads.device)
-    kernels.run(grads, _READS._replace(sums=sums))
-    dtype = _WIDE[grads.has_float64 or is_wide]
-    norm = allocate(torch.empty, (), dtype=dtype, device=grads.device)
-    return Clip(sums.unsqueeze(0), limit, order == math.inf, norm)
+    norm = allocate(torch.empty, (), dtype=dtype, device=sums.device)
+    clip = Clip(sums.reshape(1, 2), limit, order == math.inf, norm)
+    kernels.clip(clip)
+    return clip

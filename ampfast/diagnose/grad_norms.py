@@ -67,27 +67,32 @@ class NormReport:
 
 
 class NormHistory:
-    """Norms of an optimizer's parameters in the last steps, on a device; -0 without a gradient."""
+    """Norms of an optimizer's parameters in the last steps, on a device.
+
+    Attributes:
+        values: float32 of shape (STEPS, P), a ring; -0 without a gradient.
+        count: int64 of shape (1,), the number of steps.
+    """
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         shape = STEPS, parameters
-        self._norms = scalars.allocate(torch.zeros, shape, dtype=torch.float32, device=device)
-        self._count = scalars.allocate(torch.zeros, 1, dtype=torch.int64, device=device)
+        self.values = scalars.allocate(torch.zeros, shape, dtype=torch.float32, device=device)
+        self.count = scalars.allocate(torch.zeros, 1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def append(self, squares: Sequence[Tensor]) -> None:
         """Appends the norms of a step, whose squares are the sum of `squares`; no host sync."""
-        here = [scalars.moved(each, self._norms.device) for each in squares]
+        here = [scalars.moved(each, self.values.device) for each in squares]
         total = reduce(add, here)  # of -0 alone it is -0
-        self._norms.index_copy_(0, self._count % STEPS, total.sqrt().float().unsqueeze(0))
-        self._count.add_(1)
+        self.values.index_copy_(0, self.count % STEPS, total.sqrt().float().unsqueeze(0))
+        self.count.add_(1)
 
     def summary(self) -> Tensor:
         """Returns float32 of shape (P, 3): the last norm, mean and largest of finite ones."""
-        rows = torch.arange(STEPS, device=self._norms.device).unsqueeze(1)
-        known = self._norms.isfinite() & ~self._norms.signbit() & (rows < self._count)
-        mean = torch.where(known, self._norms, 0.0).sum(0) / known.sum(0)
-        largest = torch.where(known, self._norms, -1.0).amax(0)
+        rows = torch.arange(STEPS, device=self.values.device).unsqueeze(1)
+        known = self.values.isfinite() & ~self.values.signbit() & (rows < self.count)
+        mean = torch.where(known, self.values, 0.0).sum(0) / known.sum(0)
+        largest = torch.where(known, self.values, -1.0).amax(0)
         largest = torch.where(known.any(0), largest, torch.nan)
-        last = self._norms.index_select(0, (self._count - 1) % STEPS).squeeze(0)
+        last = self.values.index_select(0, (self.count - 1) % STEPS).squeeze(0)
         return torch.stack([last.abs(), mean, largest], dim=1)

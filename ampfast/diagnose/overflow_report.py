@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import aten, scalars
-from ampfast.backends.core import MARK_WORDS, Pass, Track, has_parameters
+from ampfast.backends.core import MARK_WORDS
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.diagnose.find_nonfinite import ModuleFault
 from ampfast.diagnose.grad_norms import NormHistory, NormReport, ParameterNorms
 from ampfast.diagnose.text_table import table
-from ampfast.optim.fused_support import ByOptimizer
+from ampfast.gradients import Record
 
 # Where all parameters overflowed.
 _EVERYWHERE = (
@@ -144,79 +144,49 @@ class Tracking:
     """
 
     def __init__(self, names: Names, measures: bool = False) -> None:
-        self.is_empty = True  # before the first pass
         self._names, self._measures = names, measures
-        self._records: ByOptimizer[_Record] = ByOptimizer()
-        # The order is that of the optimizers' first passes.
+        # In the order of the optimizers' first passes.
         self._histories: list[_History] = []
 
-    def start(
-        self, optimizer: Any, groups: Groups, steps: Tensor
-    ) -> Callable[[torch.device], Track]:
-        """Returns a function that makes the tables of a pass over gradients on a device.
+    @property
+    def is_empty(self) -> bool:
+        """Whether no pass has begun yet."""
+        return not self._histories
 
-        `groups` are the parameters as the pass read them; the first of `steps` is the number of
-        completed updates.
-        """
-        self.is_empty = False
-        record = self._records.get(optimizer)
-        listed = [{"params": group} for group in groups]
-        if record is None or not has_parameters(listed, record.groups):
-            last, record = record, _Record(groups, type(optimizer).__name__)
-            if last is None:
-                deleted = [each for each in self._histories if each.record() is None]
-                for each in deleted[:-_MOST_DELETED]:
-                    self._histories.remove(each)
-                self._histories.append(record.history)
-            else:
-                refuse_capture("a change of an optimizer's parameters")
-                self._histories[self._histories.index(last.history)] = record.history
-            self._records.record(optimizer, record)
-            record.history.look(self._names.known())
-        if self._measures:
-            record.reset_squares()
-        return lambda device: Track(
-            record.history.counters_on(device), scalars.moved(steps[:1], device)
-        )
+    def start(self, record: Record, groups: Groups) -> Rows:
+        """Returns the rows of an optimizer whose parameters are new, which its record gets."""
+        last, rows = record.rows, Rows(groups, record.kind)
+        if last is None:
+            deleted = [each for each in self._histories if each.rows() is None]
+            for each in deleted[:-_MOST_DELETED]:
+                self._histories.remove(each)
+            self._histories.append(rows.history)
+        else:
+            refuse_capture("a change of an optimizer's parameters")
+            self._histories[self._histories.index(last.history)] = rows.history
+        record.rows = rows
+        rows.history.look(self._names.known())
+        return rows
 
-    def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
-        """Returns a pass over plain gradients that counts overflows, without a walk in Python.
-
-        None if the gradients must be sorted first: for parameters without table, and for
-        parameters of other groups than last.
-        """
-        record = self._records.get(optimizer)
-        if (
-            record is None
-            or steps is None
-            or steps.device not in record.history.counters
-            or not has_parameters(optimizer.param_groups, record.groups)
-        ):
-            return None
-        if self._measures:
-            record.reset_squares()
-        return Pass(*work[:7], record.history.counters[steps.device], steps, *work[9:])
-
-    def record_norms(self, optimizer: Any) -> None:
-        """Keeps the norms of a pass over an optimizer's gradients that has summed squares."""
-        record = self._records.get(optimizer)
-        if record is not None and record.history.counters:
-            counters = record.history.counters
-            if record.norms is None:
+    def keep_norms(self, rows: Rows) -> None:
+        """Keeps the norms of a pass, of whose squares the rows have the sums."""
+        if rows.counters:
+            if rows.norms is None:
                 refuse_capture("the creation of norms by parameter")
-                record.norms = NormHistory(len(record.params), next(iter(counters)))
-            record.norms.append([aten.squares_in(each) for each in counters.values()])
+                rows.norms = NormHistory(len(rows.params), next(iter(rows.counters)))
+            rows.norms.append([aten.squares_in(each) for each in rows.counters.values()])
 
     def norm_report(self) -> NormReport:
         """Norms of living optimizers' parameters; one host sync."""
         self._look()
-        found = [(r, r.norms.summary()) for _, r in self._records if r.norms is not None]
-        on_host = _rows_on_host([summary for _, summary in found])
+        rows = [each.rows() for each in self._histories]
+        found = [(n, r, r.norms.summary()) for n, r in enumerate(rows) if r and r.norms is not None]
+        on_host = _rows_on_host([summary for *_, summary in found])
         return NormReport(
             tuple(
                 ParameterNorms(*place, *next(on_host))
-                for record, _ in found
-                for place in record.history.places(self._histories.index(record.history))
+                for number, each, _ in found
+                for place in each.history.places(number)
             )
         )
 
@@ -237,8 +207,8 @@ class Tracking:
     def _look(self) -> None:
         """Looks up the names of living optimizers' parameters."""
         known = self._names.known()
-        for _, record in self._records:
-            record.history.look(known)
+        for each in self._histories:
+            each.look(known)
 
 
 def _rows_on_host(tables: Sequence[Tensor]) -> Iterator[list[Any]]:
@@ -293,53 +263,54 @@ class Names:
 class _History:
     """Facts about an optimizer's parameters; this object outlives them and the optimizer."""
 
-    def __init__(self, record: _Record, optimizer_type: str) -> None:
-        self.record, self._optimizer_type = weakref.ref(record), optimizer_type
+    def __init__(self, rows: Rows, optimizer_type: str) -> None:
+        self.rows, self._optimizer_type = weakref.ref(rows), optimizer_type
         # Group and index in it of each parameter.
-        self._places = [(g, i) for g, group in enumerate(record.groups) for i in range(len(group))]
+        self._places = [(g, i) for g, group in enumerate(rows.groups) for i in range(len(group))]
         self._names: list[str] = []
         self.trainable = 0  # number of parameters
         self.counters: dict[torch.device, Tensor] = {}
 
     def look(self, names: dict[Tensor, str]) -> None:
         """Looks at the parameters, which live, and at their names."""
-        record = self.record()
-        if record is not None:
-            listed = list(zip(record.params, self._places, strict=True))
+        rows = self.rows()
+        if rows is not None:
+            listed = list(zip(rows.params, self._places, strict=True))
             self._names = [names.get(p, f"group {g}, parameter {i}") for p, (g, i) in listed]
-            self.trainable = sum(p.requires_grad for p in record.params)
+            self.trainable = sum(p.requires_grad for p in rows.params)
 
     def places(self, number: int) -> list[tuple[str, int, str, int, int]]:
         """The first columns of each parameter's rows in reports; the optimizer has a number."""
         named = zip(self._names, self._places, strict=True)
         return [(name, number, self._optimizer_type, *place) for name, place in named]
 
+
+class Rows:
+    """The tables of an optimizer's parameters, a row for each, while it lives; the core reads them.
+
+    Attributes:
+        groups: The parameters. They are held as long as the optimizer has them: an address may be
+            that of a new parameter, and torch cannot convert parameters that have weak references.
+        counters: Overflow counters by device, as `marks` of a `Pass`.
+        norms: Their norms, or None.
+    """
+
+    def __init__(self, groups: Groups, optimizer_type: str) -> None:
+        self.groups = tuple(map(tuple, groups))
+        self.params = list(chain.from_iterable(self.groups))
+        self.history = _History(self, optimizer_type)
+        self.counters = self.history.counters
+        self.norms: NormHistory | None = None
+
     def counters_on(self, device: torch.device) -> Tensor:
         """The overflow counters of a device."""
         if device not in self.counters:
             refuse_capture("the creation of tracking tables")
-            shape = len(self._places), MARK_WORDS
+            shape = len(self.params), MARK_WORDS
             counters = scalars.allocate(torch.zeros, shape, dtype=torch.int64, device=device)
             aten.squares_in(counters).fill_(-0.0)
             self.counters[device] = counters
         return self.counters[device]
-
-
-class _Record:
-    """The parameters of one optimizer, for as long as it lives."""
-
-    def __init__(self, groups: Groups, optimizer_type: str) -> None:
-        # Parameters are held as long as the optimizer has them: an address may be that of a new
-        # parameter, and torch cannot convert parameters that have weak references.
-        self.groups = tuple(map(tuple, groups))
-        self.params = list(chain.from_iterable(self.groups))
-        self.history = _History(self, optimizer_type)
-        self.norms: NormHistory | None = None
-
-    def reset_squares(self) -> None:
-        """Sets the sums of squares to -0, to which adding one makes 0, before a pass."""
-        for counters in self.history.counters.values():
-            aten.squares_in(counters).fill_(-0.0)
 
 
 def require_known(track: str | None) -> None:

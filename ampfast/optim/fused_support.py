@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from types import MethodType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from ampfast.backends import core
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.backends.scalars import allocate
 from ampfast.errors import add_note, warn_caller
+from ampfast.gradients import Record
 from ampfast.optim.master_weights import MasterWeights
 
-Value = TypeVar("Value")
-
-# Answers by the id of a living callable: reading a signature takes longer than checking a thousand
+# By the id of a callable that lives: reading a signature takes longer than checking a thousand
 # gradients.
 _signatures: dict[int, tuple[weakref.ref[Callable[..., Any]], bool]] = {}
 
@@ -127,58 +126,18 @@ def explain(error: AttributeError, given: object, *needed: str) -> None:
         add_note(error, f"expected an optimizer, an object with param_groups and step, got {kind}")
 
 
-class ByOptimizer(Generic[Value]):
-    """Values keyed by optimizer identity, since ids are reused.
-
-    Optimizers are held by weak reference, or, if they take none, as long as this object.
-
-    Attributes:
-        values: By the id of an optimizer that lives.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[int, Value] = {}
-        self._references: dict[int, list[Callable[[], object]]] = {}
-
-    def __iter__(self) -> Iterator[tuple[Any, Value]]:
-        """Iterates over living optimizers and their values, in order of their first record."""
-        for key, references in list(self._references.items()):
-            optimizer = references[0]()
-            if optimizer is not None:
-                yield optimizer, self.values[key]
-
-    def record(self, optimizer: object, value: Value) -> None:
-        """Sets the value of an optimizer."""
-        key, values, references = id(optimizer), self.values, self._references
-        values[key] = value
-        if key in references:
-            return
-        # No Python code, in which an interrupt would be lost and with it the end of the record.
-        ends = [partial(each.pop, key) for each in (values, references)]
-        try:
-            references[key] = [weakref.ref(optimizer, end) for end in ends]
-        except TypeError:
-            references[key] = [lambda: optimizer]
-
-    def get(self, optimizer: object) -> Value | None:
-        """Returns the value of this object, or None."""
-        return self.values.get(id(optimizer))
-
-
 _FLAG = "_step_supports_amp_scaling"
 
-# Each optimizer has what its answer depended on when it was last judged, and the answer.
-_judged = ByOptimizer[tuple[list[Any], bool]]()
 _warned: set[tuple[Any, ...]] = set()
 
 
-def divides_by_itself(optimizer: Any) -> bool:
+def divides_by_itself(optimizer: Any, record: Record) -> bool:
     """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
 
     Its class says so, or the object itself if torch's constructor made it: what it has from another
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
-    host skips its step.
+    host skips its step. Its record keeps the answer until what decides it changes.
     """
     try:
         # vars() would ask __getattr__ where there is no __dict__.
@@ -196,14 +155,13 @@ def divides_by_itself(optimizer: Any) -> bool:
     seen: list[Any] = [kind, stated, operators(torch)]
     for group in optimizer.param_groups:
         seen += (group.get("fused"), core.kinds_of(group["params"]))
-    known = _judged.values.get(id(optimizer))
-    if known is not None and known[0] == seen:
-        return known[1]
+    if record.divides is not None and record.divides[0] == seen:
+        return record.divides[1]
     divides, is_final = False, True
     if getattr(kind, _FLAG, None) is True or _is_made_by_torch(kind, own):
         divides, is_final = _divides_rightly(optimizer)
     if is_final:
-        _judged.record(optimizer, (seen, divides))
+        record.divides = seen, divides
     return divides
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends
-from ampfast.backends import cuda_graphs
-from ampfast.backends.core import Factor, Pass, is_found, overrides, riding
+from ampfast import backends, distributed
+from ampfast.backends import cuda_graphs, scalars
+from ampfast.backends.core import Factor, Pass, Use, is_found, overrides
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels
@@ -24,23 +25,41 @@ from ampfast.backends.scalars import moved, new_flag
 from ampfast.clip import global_norm
 from ampfast.clip.norm_history import (
     ClipLimit,
+    NormHistories,
     Sigmas,
     clip_limit_of,
     require_norms,
+    sigmas_limit,
     skip_limit_of,
 )
-from ampfast.diagnose import overflow_report
+from ampfast.diagnose.grad_norms import NormReport
+from ampfast.diagnose.overflow_report import OverflowReport, require_known
 from ampfast.errors import add_note, not_compiled, warn_caller
+from ampfast.gradients import (
+    NO_TURN,
+    READY,
+    STEPPED,
+    UNSCALED,
+    Flags,
+    Records,
+    TorchGradScaler,
+    Turn,
+    is_unscaled,
+    new_turn,
+)
 from ampfast.optim.fused_support import (
+    device_of,
     divides_by_itself,
     explain,
     has_gradients,
+    legacy_step,
     no_inf_checks,
+    takes_grad_scaler,
     why_unchecked,
 )
 from ampfast.scaler import late_backward
-from ampfast.scaler.diagnostics import Diagnostics
-from ampfast.scaler.fused_step import FusedSteps
+from ampfast.scaler.fused_step import step_fused
+from ampfast.scaler.history import History, ScalerStats
 from ampfast.scaler.loss_scale import (
     Limits,
     LossScale,
@@ -49,21 +68,12 @@ from ampfast.scaler.loss_scale import (
     is_static,
     require_static,
 )
-from ampfast.scaler.overrides import HookedSteps, original_methods
-from ampfast.scaler.turn import (
-    NO_TURN,
-    ONCE,
-    READY,
-    STEPPED,
-    UNSCALED,
-    Flags,
-    TorchGradScaler,
-    Turn,
-    is_unscaled,
-    new_turn,
-    not_ready,
-    nothing_checked,
-)
+from ampfast.scaler.max_skips import SkipWatch
+from ampfast.scaler.out_of_turn import nothing_checked, require_ready, stepped
+from ampfast.scaler.overrides import Methods, original_methods, step_hooked, torchs_step
+from ampfast.scaler.passes import Passes
+from ampfast.scaler.reports import Reports, last_flags, reason_of
+from ampfast.scaler.skip_log import SkipLog
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,14 +83,14 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_finder", "_kernels", "_last_turns", "_names", "_tracking"),
-    *("_skip_log", "_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
+    *("_choice", "_kernels", "_norm_histories", "_passes", "_records", "_reports"),
+    "_skip_log",
 )
 
 _FLOAT32 = torch.float32
 
 
-class GradScaler(Diagnostics, FusedSteps, HookedSteps):
+class GradScaler(TorchGradScaler):
     """A `torch.amp.GradScaler` that reads the gradients once and never corrupts a model.
 
     One iteration, for gradients g, scale s and optimizer o::
@@ -139,7 +149,46 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
 
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
+    # Methods as they were, for `overrides.replace_method`.
+    _originals: ClassVar[tuple[Methods, ...]] = ()
+    # Whether the scaler agrees with all ranks where no group is given.
+    _is_for_all = False
     _warned_of_backward = _warned_of_zero = False
+
+    # On the class for instances that torch pickled or whose __init__ was not called.
+    _allow_fp16 = False
+    _dynamic = True
+    _backend: str | None = None
+    # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
+    _is_guard = False
+    _track: str | None = None
+    _skip_above: float | Sigmas | None = None
+
+    # The parts, made when first asked for, for the same reason: the kernels by device, those for
+    # the device of the scale, the state of the scale besides torch's two tensors, the ranks to
+    # agree with, what is known of each optimizer, the norms of their steps, the passes over their
+    # gradients, the reports on these, the steps skipped in a row, and the lines about them.
+    _choice = cached_property(lambda self: backends.choose(self._backend))
+    _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
+    _loss_scale = cached_property(lambda self: LossScale(Limits()))
+    _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
+    _records = cached_property(lambda self: Records())
+    _norm_histories = cached_property(
+        lambda self: NormHistories(self._records, vars(self).pop("_saved_norms", ()))
+    )
+    _reports = cached_property(lambda self: Reports(self._track, self._loss_scale))
+    _skip_watch = cached_property(lambda self: SkipWatch())
+    _skip_log = cached_property(lambda self: SkipLog())
+    _passes = cached_property(
+        lambda self: Passes(
+            *(self._choice, self._ranks, self._reports.tracking, self._loss_scale),
+            self._norm_histories,
+            is_guard=self._is_guard,
+            keeps_norms=self._track == "norms",
+            allow_fp16=self._allow_fp16,
+            skip_above=self._skip_above,
+        )
+    )
 
     def __init__(
         self,
@@ -181,7 +230,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         skip_limit_of(skip_above)
         if max_skips is not None:
             self.max_skips = max_skips
-        overflow_report.require_known(track)
+        require_known(track)
         backends.require_known(backend)
         if enabled:
             self._choice = backends.choose(backend)
@@ -243,14 +292,16 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         is_here = scale is not None and scale.device == outputs.device
         scaled = outputs * scale if is_here else super().scale(outputs)
         if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
-            turns = self._per_optimizer_states
-            unscaled = [
-                (optimizer, turn)
-                for optimizer, turn in self._last_turns
-                if turn["stage"] is UNSCALED and turns.get(id(optimizer)) is turn
-            ]
+            turns = self._turns_now()
+            unscaled = [pair for pair in turns if pair[1]["stage"] is UNSCALED]
             scaled = late_backward.watch(scaled, unscaled)
         return scaled
+
+    def _turns_now(self) -> list[tuple[Any, Turn]]:
+        """Optimizers and their turns in this iteration."""
+        turns = self._per_optimizer_states
+        known = ((optimizer, record.turn) for optimizer, record in self._records)
+        return [(each, turn) for each, turn in known if turns.get(id(each)) is turn]
 
     def _scaled_by_1(self, outputs: Any) -> Any:
         """What torch's `scale` returns, without a multiplication."""
@@ -260,6 +311,48 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         items = map(self._scaled_by_1, outputs)
         return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+
+    @property
+    def process_group(self) -> ProcessGroup | DeviceMesh | None:
+        """The ranks with which the scaler agrees, besides the ranks of DTensors."""
+        return self._ranks.group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
+        distributed.require_group(group, self._device)
+        self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
+        vars(self).pop("_passes", None)
+
+    @property
+    def skip_above(self) -> float | Sigmas | None:
+        """Norm above which a step is skipped, as for `clip_grad_norm_`; None for no limit.
+
+        The norm is the 2-norm of each optimizer's gradients, measured as `unscale_`, or else
+        `step`, reads them; or that of `clip_grad_norm_`, whose `skip_above` it is by default. Where
+        a hook is overridden, only `clip_grad_norm_` compares: `update` warns once if no norm was.
+        """
+        return self._skip_above
+
+    @skip_above.setter
+    def skip_above(self, limit: float | Sigmas | None) -> None:
+        self._skip_above = skip_limit_of(limit)
+        vars(self).pop("_passes", None)
+
+    @property
+    def max_skips(self) -> int | None:
+        """Number of steps skipped in a row, for overflow or a norm, at which `update` raises.
+
+        `FloatingPointError` has the counts and, with `track`, the parameters in its text. On a GPU
+        nothing waits for the count, which arrives a step late, or more if the host is far ahead.
+        Where `torch.distributed` is initialized, the host waits for the count of the step before,
+        so that all ranks raise at the same step. None for no limit.
+        """
+        return self._skip_watch.most
+
+    @max_skips.setter
+    def max_skips(self, most: int | None) -> None:
+        self._skip_watch = SkipWatch(most)
+        self._skip_watch.due = 1  # steps may have been skipped before
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Sets the backoff factor, as torch's.
@@ -307,15 +400,15 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         scale = self._scale
         if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("unscale_", optimizer)
-        turn = self._turn(optimizer)
-        if turn["stage"] is UNSCALED or turn["stage"] is STEPPED:
-            raise not_ready(turn, "clip_grad_norm_() unscales, too.")
+        turn = self._records.turn(optimizer, self._per_optimizer_states)
+        if turn["stage"] is not READY:
+            require_ready(turn, "clip_grad_norm_() unscales, too.")
         try:
             if overrides(self, _HOOKS):
                 TorchGradScaler.unscale_(self, optimizer)
-                self._agree_beside_hooks(optimizer)
+                self._passes.agree_beside_hooks(optimizer, turn, scale)
             else:
-                self._unscale(optimizer, turn, scale)
+                self._passes.unscale(optimizer, turn, scale)
         except AttributeError as error:
             explain(error, optimizer, "param_groups")
             raise
@@ -341,35 +434,37 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         """
         overridden = overrides(self, _HOOKS)
         if not self._enabled or "closure" in kwargs:
-            return self._torchs_step(optimizer, args, kwargs)
+            return torchs_step(self, optimizer, args, kwargs)
         result: float | None
         scale = self._scale
         if scale is None or self._growth_tracker is None:
             if overridden and not self._is_guard:
-                return self._torchs_step(optimizer, args, kwargs)
+                return torchs_step(self, optimizer, args, kwargs)
             scale = self._checked_scale("step", optimizer)
-        turn = self._turn(optimizer)
+        passes, turn = self._passes, self._records.turn(optimizer, self._per_optimizer_states)
         if turn["stage"] is STEPPED:
-            raise add_note(
-                RuntimeError("step() has already been called since the last update()."), ONCE
-            )
+            raise stepped("step() has already been called since the last update().")
         if turn.agreement is not None and turn["stage"] is not READY:
-            self._agree(turn, turn.agreement, scale.device)  # retries a collective that failed
+            passes.agree(turn, scale.device)  # retries a collective that failed
         was_late = turn.is_late
         if was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
         try:
             if overridden:
-                result = self._step_hooked(optimizer, turn, args, kwargs)
+                result = step_hooked(self, optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
-            elif divides_by_itself(optimizer) or turn.divisor is not None:
-                result = self._step_fused(optimizer, turn, scale, args, kwargs)
+            elif divides_by_itself(optimizer, turn.record) or turn.divisor is not None:
+                if takes_grad_scaler(optimizer.step):
+                    result = legacy_step(optimizer, self, args, kwargs)
+                else:
+                    launches = isinstance(self._kernels, DeviceKernels)
+                    result = step_fused(passes, optimizer, turn, scale, launches, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
                     cuda_graphs.require_skippable(optimizer)
                 if turn["stage"] is READY:
-                    self._unscale(optimizer, turn, scale)
+                    passes.unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
                     if not self._is_guard or has_gradients(optimizer):
                         raise no_inf_checks(optimizer)
@@ -409,7 +504,7 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             raise nothing_checked()
         if scale is None or growth_tracker is None or overrides(self, _HOOKS):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags = self._flags(scale)
+        flags = self._passes.flags(self._per_optimizer_states, scale)
         if not flags:
             if not (self._is_guard and self._per_optimizer_states):
                 raise nothing_checked()
@@ -450,7 +545,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
                 self._checked_scale("step", optimizers[-1])
                 scale, growth_tracker = self._check_scale_growth_tracker("step")
             if isinstance(self._kernels, DeviceKernels):
-                others = self._flags(scale, but=id(optimizers[-1]))
+                turns, last = self._per_optimizer_states, id(optimizers[-1])
+                others = self._passes.flags(turns, scale, but=last)
                 flags = [moved(flag, scale.device) for flag in others] if others else []
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
                 given = (scale, growth_tracker, flags, factors)
@@ -458,11 +554,11 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         try:
             for optimizer in optimizers[-1:]:
                 if ending is not None:
-                    self._turn(optimizer).ending = ending
+                    self._records.turn(optimizer, self._per_optimizer_states).ending = ending
                 results.append(self.step(optimizer))
         except BaseException:
             if ending is not None:
-                self._turn(optimizers[-1]).ending = None
+                self._records.turn(optimizers[-1], self._per_optimizer_states).ending = None
                 ending.undo()
             raise
         if ending is not None and ending.applied:
@@ -525,34 +621,30 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = global_norm.optimizers_of(optimizer)
-        defers = [False] * len(optimizers)
         if not self._enabled:
-            return self._clip(optimizers, None, limit, order, None, defers)
+            turns = [self._records.turn(each, {}) for each in optimizers]
+            return self._passes.clip(optimizers, turns, None, limit, order, None)
         scale, overridden = self._scale, overrides(self, _HOOKS)
         if scale is None or self._growth_tracker is None or overridden:
             scale = self._checked_scale("clip_grad_norm_", *optimizers)
+        states, records = self._per_optimizer_states, self._records
         for each in optimizers:
-            state = self._per_optimizer_states.get(id(each), NO_TURN)
-            if state["stage"] is not READY:
-                raise not_ready(
-                    state,
-                    "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
-                    f"before step(). The optimizer: {type(each).__name__}.",
-                )
-        for number, each in enumerate(optimizers if not in_place else ()):
-            defers[number] = global_norm.can_defer(each, overridden)
-        rule = None
+            if each_turn := states.get(id(each)):
+                note = "clip_grad_norm_() unscales by itself: call it once, in place of unscale_()"
+                require_ready(each_turn, f"{note}. The optimizer: {type(each).__name__}.")
+        defers = None
+        if not in_place:
+            can_defer = global_norm.can_defer
+            defers = [can_defer(each, records.of(each), overridden) for each in optimizers]
+        turns = [records.turn(each, states) for each in optimizers]
         if highest is not None:
             self._skip_log.rule = highest
-            rule = self._norm_histories.skip_rule(optimizers[0], highest, scale.device)
-        norm: Tensor | None = None
-        if len(optimizers) == 1 and not overridden and not defers[0]:
-            turn = self._turn(optimizers[0])
-            norm = self._clip_over(optimizers[0], turn, scale, limit, order, rule)
-        if norm is None:
-            norm = self._clip(optimizers, scale, limit, order, rule, defers, overridden)
-        self._record(optimizers, norm, order, rule)
-        return norm
+        if overridden:
+            # What the hook finds counts, and what it writes is clipped.
+            for each in optimizers:
+                self.unscale_(each)
+        given = (optimizers, turns, scale, limit, order, highest, defers)
+        return self._passes.clip(*given, is_decided=overridden)
 
     @not_compiled
     def grad_norm(
@@ -580,18 +672,155 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
         """
         optimizers, order = global_norm.optimizers_of(optimizer), global_norm.order_of(norm_type)
         known: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
-        turns = [known.get(id(each), NO_TURN) for each in optimizers]
+        states = [known.get(id(each), NO_TURN) for each in optimizers]
         scale: Tensor | None = None
         if self._enabled:
             scale = self._checked_scale("grad_norm", *optimizers)
-            if any(turn["stage"] is STEPPED for turn in turns):
-                raise add_note(RuntimeError("grad_norm() is being called after step()."), ONCE)
-        scales = [None if is_unscaled(turn) else scale for turn in turns]
-        norm = self._measure(optimizers, scales, order, scale)
-        if self._enabled and all(turn["stage"] is READY for turn in turns):
+            if any(state["stage"] is STEPPED for state in states):
+                raise stepped("grad_norm() is being called after step().")
+        is_ready = [scale is not None and not is_unscaled(state) for state in states]
+        uses = [Use.SCALED if scaled else Use.AS_THEY_ARE for scaled in is_ready]
+        norm = self._passes.measure(optimizers, uses, order, scale)
+        if self._enabled and all(state["stage"] is READY for state in states):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
         return norm
+
+    # Answers about steps.
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Returns whether the optimizer's last check found a reason to skip; no host sync.
+
+        That is inf or NaN, or a norm above `skip_above`: `skip_reason` tells which.
+
+        Args:
+            optimizer: One that was given to `step` or `unscale_`.
+
+        Returns:
+            A new 0-dim float32 tensor, 0 or 1, on the device of the scale; 0 if disabled.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        flags = last_flags(optimizer, self._records.get(optimizer)) if self._enabled else {}
+        scale = self._get_scale_async() if self._enabled else None
+        device = torch.device("cpu") if scale is None else scale.device
+        return scalars.any_found(flags.values(), device)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer's last step was skipped, with one host sync.
+
+        After `unscale_` alone it tells whether the step will be. Right for fused optimizers too.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        return self.skip_reason(optimizer) is not None
+
+    def skip_reason(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Returns why the optimizer's last step was skipped, with one host sync.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Returns:
+            "nonfinite" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
+            skipped.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        refuse_capture("a question that the host asks", "ask after the replay")
+        record = self._records.get(optimizer)
+        return reason_of(last_flags(optimizer, record)) if self._enabled else None
+
+    def skip_limit(self, optimizer: torch.optim.Optimizer | None = None) -> float | None:
+        """Returns the norm above which the next step is skipped, with one host sync.
+
+        It is that of `skip_above`, or of the last clip. None if there is no limit, or while
+        the window of `Sigmas` is not full.
+
+        Args:
+            optimizer: One that was stepped; None for the first, where there is one.
+        """
+        rule = self._skip_log.rule if self._skip_above is None else self._skip_above
+        if not self._enabled or not isinstance(rule, Sigmas):
+            return None if isinstance(rule, Sigmas) or not self._enabled else rule
+        refuse_capture("a limit that the host reads", "ask after the replay")
+        return sigmas_limit(rule, self._norm_histories.window(optimizer))
+
+    def stats(self) -> ScalerStats:
+        """Returns the counts of steps since the scaler was made, with one host sync."""
+        if not self._enabled:
+            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
+        if self._scale is None or self._growth_tracker is None:
+            return self._loss_scale.stats_before(self.get_scale(), self._init_growth_tracker)
+        refuse_capture("counts that the host reads", "read them after the replay")
+        return self._loss_scale.stats(self._scale, self._growth_tracker)
+
+    def history(self) -> History:
+        """Returns the last 1,024 steps with one host sync."""
+        refuse_capture("a history that the host reads", "read it after the replay")
+        return self._loss_scale.history()
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Gives parameters the names under which the reports list them.
+
+        May be called at any time, and for several models. With `track="modules"` their modules are
+        watched as long as model and scaler live. Reports look names up in the modules that have the
+        parameters, which are not kept alive. Names are not part of a pickle.
+
+        Args:
+            model: The module, which names them by `named_parameters()`.
+
+        Raises:
+            TypeError: If it is no module.
+        """
+        self._reports.name_parameters(model)
+
+    def overflow_report(self, *, local: bool = False) -> OverflowReport:
+        """Returns the parameters with inf/NaN gradients in the last skipped step.
+
+        Values count as the optimizer would have used them. Optimizers that were deleted are
+        listed, too, the last 64. Counts are in no pickle or checkpoint. One host sync, or two with
+        `track="modules"`.
+
+        With a `process_group` or distributed gradients all ranks must call this: their reports are
+        matched by the names and places of parameters, each count with its maximum.
+
+        Args:
+            local: Only the report of this rank, without a collective.
+
+        Raises:
+            RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
+                keeps the gradients from the kernels.
+        """
+        ranks = None if local or not self._enabled else self._ranks
+        return self._reports.overflows(ranks, self._why_no_report())
+
+    def grad_norms(self) -> NormReport:
+        """Returns the norms of each parameter's gradient in the last 128 steps.
+
+        They are measured in the pass that unscales or checks, and stay on the device until this
+        asks, with one host sync. Of a distributed gradient it is the norm of this rank's part.
+
+        Raises:
+            RuntimeError: Without `track="norms"`, under capture, or if an override of a hook keeps
+                the gradients from being measured.
+        """
+        return self._reports.norms(self._why_no_report())
+
+    def _report_or_reason(self) -> OverflowReport | str | None:
+        """The report of this rank, or why there is none, for texts; None without `track`."""
+        return self._reports.overflows_or_reason(self._why_no_report())
+
+    def _why_no_report(self) -> str:
+        """Why gradients may be unknown to the reports, or an empty text."""
+        is_hooked = self._enabled and overrides(self, _HOOKS)
+        return f"{type(self).__name__} overrides a hook" if is_hooked else ""
 
     def get_scale(self) -> float:
         """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
@@ -663,9 +892,10 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
-        # A shallow copy of a scaler has its own counts, too.
+        # A shallow copy of a scaler has its own counts, too. An optimizer is not the same in
+        # another process: its norms are for one that is yet to come.
+        state["_saved_norms"] = self._norm_histories.saved()
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
-        state["_norm_histories"] = copy.deepcopy(self._norm_histories)
         state["_skip_watch"] = copy.deepcopy(self._skip_watch)
         return state
 
@@ -695,16 +925,23 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not pass it
-        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))[0]
+        turn = self._records.turn(optimizer, self._per_optimizer_states)
+        given = (optimizer, turn, inv_scale, found_inf, allow_fp16)
+        scale = self._get_scale_async() if self._track is not None else None
+        return self._passes.run_hook(*given, scale)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
-        if overrides(self, _HOOKS):
+        scale = (
+            None
+            if (is_hooked := overrides(self, _HOOKS))
+            else self._checked_scale("_check_inf_per_device", optimizer)
+        )
+        if is_hooked:
             TorchGradScaler._check_inf_per_device(self, optimizer)
-            return self._agree_beside_hooks(optimizer)
-        scale = self._checked_scale("_check_inf_per_device", optimizer)
-        turn = self._turn(optimizer)
-        return self._pass(optimizer, turn, Pass(False, Factor.NONE), scale, checks=True)
+        turn = self._records.turn(optimizer, self._per_optimizer_states)
+        if scale is None:
+            return self._passes.agree_beside_hooks(optimizer, turn, self._scale)
+        return self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
 
     def _maybe_opt_step(
         self,
@@ -733,24 +970,35 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
         # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
         # unscales again.
-        steps = bool(turn["found_inf_per_device"]) or divides_by_itself(optimizer)
+        steps = turn["found_inf_per_device"] or divides_by_itself(optimizer, turn.record)
         if steps and turn["stage"] is not READY and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))
 
-    # The steps of the state machine.
-
-    def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
-        """`unscale_` for an optimizer whose turn it is."""
-        if self._skip_limit is not None:
-            self._unscale_below(self._skip_limit, optimizer, turn, scale, defers=False)
-            return
-        work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
-        if turn.ending is not None:
-            work, turn.ending = riding(work, turn.ending), None
-        self._pass(optimizer, turn, work, scale)
-
     # What the steps above ask for.
+
+    def _checked_scale(self, method: str, *optimizers: Any) -> Tensor:
+        """The scale, of which torch's own method checks that it was made; a guard makes it here."""
+        if self._is_guard and self._scale is None:
+            try:
+                device = device_of(optimizers)
+            except AttributeError as error:
+                explain(error, optimizers[0], "param_groups")
+                raise
+            device = device or self._ranks.device or torch.device(self._device or "cpu")
+            self._lazy_init_scale_growth_tracker(device)
+        try:
+            self._check_scale_growth_tracker(method)
+        except AssertionError as error:
+            remedy = (
+                "The scaler whose scale() was given the loss must unscale, clip, step and update, "
+                "too. Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+            )
+            add_note(error, remedy)
+            raise
+        if self._scale is None:
+            raise AssertionError(f"_scale is None in {method}")
+        return self._scale
 
     def _set_scale(self, new_scale: float | Tensor) -> bool:
         """Takes a scale from the caller; whether the flags of this iteration count as a step."""
@@ -761,7 +1009,8 @@ class GradScaler(Diagnostics, FusedSteps, HookedSteps):
             )
         scale, tracker = self._scale, self._growth_tracker
         before = None if scale is None else scale.detach().to(torch.float32, copy=True)
-        flags = [] if scale is None else self._flags(scale)
+        turns = self._per_optimizer_states
+        flags = [] if scale is None else self._passes.flags(turns, scale)
         super().update(new_scale)
         is_step = False
         if before is not None and tracker is not None and flags:

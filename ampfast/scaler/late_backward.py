@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.scaler.turn import Turn
+from ampfast.gradients import Turn
 
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "

@@ -15,8 +15,8 @@ from ampfast.backends.core import overrides
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.clip import torch_functions
 from ampfast.errors import not_compiled, warn_caller
+from ampfast.gradients import READY, is_unscaled
 from ampfast.scaler.overrides import replace_method
-from ampfast.scaler.turn import READY, is_unscaled
 
 # Updates, of all scalers, after which the checks are over.
 _ITERATIONS = 32
@@ -157,10 +157,7 @@ class _LoopChecks:
 
     def _ends(self, scaler: Any, loop: _Loop, **_: bool) -> None:
         loop.unused = 0 if loop.has_used else loop.unused + 1
-        turns = scaler._per_optimizer_states
-        for optimizer, turn in scaler._last_turns if self._is_whole else ():
-            if turns.get(id(optimizer)) is not turn:
-                continue
+        for optimizer, turn in scaler._turns_now() if self._is_whole else ():
             if is_unscaled(turn):
                 self._keep(_grads_of_optimizer(optimizer), None)
             # One that overrides scale() may scale without ours.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Kernels, aten, scalars
-from ampfast.backends.core import Update
+from ampfast.backends.core import Update, new_update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.gpu import DeviceKernels, Ending
@@ -165,14 +165,13 @@ class LossScale:
         """
         norm = self.joint_norm(scale.device) if self.norms else None
         words = self.words_on(scale.device) if self.words is None else self.words
-        fields = (scale, growth_tracker, found_infs, *factors, words, norm)
-        update = tuple.__new__(Update, fields)  # without a Python frame
+        update = new_update(scale, growth_tracker, found_infs, *factors, words, norm)
         # The first try is declined where a flag is on another device or a factor is no float.
         if not kernels.update(update):
-            there = [scalars.moved(flag, scale.device) for flag in found_infs]
-            update = update._replace(found_infs=there, state=self.words_on(scale.device))
-            numbers = _factors(factors)
-            if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
+            update.found_infs = [scalars.moved(flag, scale.device) for flag in found_infs]
+            update.state, numbers = self.words_on(scale.device), _factors(factors)
+            given = update if numbers is None else _by(update, numbers)
+            if numbers is None or not kernels.update(given):
                 aten.update(update, self.limits, bool(self.norms))
 
     def ending(
@@ -191,8 +190,9 @@ class LossScale:
         words, norm = self.words, self.joint_norm(scale.device) if self.norms else None
         if words is None or words.device != scale.device:
             words = self.words_on(scale.device)
-        fields = (scale, growth_tracker, found_infs, *numbers, words, norm)
-        return kernels.ending(tuple.__new__(Update, fields))
+        growth, backoff, interval = numbers
+        given = (scale, growth_tracker, found_infs, growth, backoff, interval, words, norm)
+        return kernels.ending(new_update(*given))
 
     def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
         """Records the joint norm of these optimizers' gradients for the history.
@@ -211,6 +211,9 @@ class LossScale:
         """Returns the joint norm of this iteration's norms, or None if their orders differ."""
         norms = list(self.norms.values())
         if len(norms) == 1:
+            norm = norms[0][0]
+            if norm.dtype is torch.float32 and norm.device == device:
+                return norm
             return scalars.moved(norms[0][0].detach(), device).float().reshape(())
         if not norms or any(order != norms[0][1] for _, order in norms):
             return None
@@ -229,6 +232,13 @@ class LossScale:
                 words = self._new_words() if self.words is None else self.words
                 self.words = words.to(device)
         return self.words
+
+    def stats_before(self, scale: float, growth_tracker: int) -> ScalerStats:
+        """Returns the counters before there is a scale on a device."""
+        here = {"device": torch.device("cpu")}
+        given = scalars.allocate(torch.tensor, scale, dtype=torch.float32, **here)
+        tracker = scalars.allocate(torch.tensor, growth_tracker, dtype=torch.int32, **here)
+        return self.stats(given, tracker)
 
     def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
         """Reads the counters with one host sync."""
@@ -344,6 +354,11 @@ def history_of(words: Tensor) -> History:
         has_norm=has_norm,
         spiked=status & 4 != 0,
     )
+
+
+def _by(update: Update, numbers: tuple[float, float, int]) -> Update:
+    growth, backoff, interval = numbers
+    return update.replaced(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
 
 
 def _factors(given: tuple[Any, Any, Any]) -> tuple[float, float, int] | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from ampfast.gradients import READY, TorchGradScaler, Turn
 from ampfast.optim.fused_support import (
     divides_by_itself,
     explain,
@@ -15,8 +15,6 @@ from ampfast.optim.fused_support import (
     no_inf_checks,
     takes_grad_scaler,
 )
-from ampfast.scaler.passes import Passes
-from ampfast.scaler.turn import READY, Flags, TorchGradScaler, Turn
 
 Methods = dict[str, Callable[..., Any] | None]
 
@@ -46,50 +44,37 @@ def replace_method(kind: type, name: str, method: Callable[..., Any]) -> None:
             found[name] = method
 
 
-class HookedSteps(Passes):
-    """Steps by torch's `step`, which calls the hooks of its scaler."""
+def torchs_step(
+    scaler: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Steps as torch's scaler, which calls the hooks of its own."""
+    try:
+        result: float | None = TorchGradScaler.step(scaler, optimizer, *args, **kwargs)
+    except AttributeError as error:
+        explain(error, optimizer, "step")
+        raise
+    return result
 
-    def _torchs_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> float | None:
-        try:
-            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
-        except AttributeError as error:
-            explain(error, optimizer, "step")
-            raise
 
-    def _step_hooked(
-        self,
-        optimizer: torch.optim.Optimizer,
-        turn: Turn,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> float | None:
-        """torch's `step` where a subclass or an instance overrides one of the hooks.
+def step_hooked(
+    scaler: Any, optimizer: Any, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """torch's `step` where a subclass or an instance overrides one of the hooks.
 
-        Except for an optimizer that torch would misjudge, or warn of at a line of this file.
-        """
-        asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-        divides = asks and divides_by_itself(optimizer)
-        is_legacy = divides and takes_grad_scaler(optimizer.step)
-        if not asks or (divides and not is_legacy):
-            return self._torchs_step(optimizer, args, kwargs)
-        self._check_scale_growth_tracker("step")
-        if is_legacy:
-            return legacy_step(optimizer, self, args, kwargs)
-        # A wrapper of one that divides is stepped as a plain optimizer.
-        if turn["stage"] is READY:
-            self.unscale_(optimizer)
-        if not turn["found_inf_per_device"]:
-            raise no_inf_checks(optimizer)
-        return self._maybe_opt_step(optimizer, turn, *args, **kwargs)
-
-    def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
-        """Returns the flags of all ranks, after a hook has decided on this one's."""
-        turn = self._turn(optimizer)
-        agreement = self._ranks.agreement_on(optimizer)
-        flags: Flags = turn["found_inf_per_device"]
-        if agreement is not None and self._scale is not None:
-            turn.agreement = agreement
-            flags = self._agree(turn, agreement, self._scale.device)
-        return flags
+    Except for an optimizer that torch would misjudge, or warn of at a line of this file.
+    """
+    asks = getattr(optimizer, "_step_supports_amp_scaling", False)
+    divides = asks and divides_by_itself(optimizer, turn.record)
+    is_legacy = divides and takes_grad_scaler(optimizer.step)
+    if not asks or (divides and not is_legacy):
+        return torchs_step(scaler, optimizer, args, kwargs)
+    scaler._check_scale_growth_tracker("step")
+    if is_legacy:
+        return legacy_step(optimizer, scaler, args, kwargs)
+    # A wrapper of one that divides is stepped as a plain optimizer.
+    if turn["stage"] is READY:
+        scaler.unscale_(optimizer)
+    if not turn["found_inf_per_device"]:
+        raise no_inf_checks(optimizer)
+    result: float | None = scaler._maybe_opt_step(optimizer, turn, *args, **kwargs)
+    return result

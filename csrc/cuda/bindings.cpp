@@ -20,15 +20,13 @@ Place place_on(at::Device device) {
   return {device.index(), reinterpret_cast<void*>(stream.cast<uintptr_t>())};
 }
 
-// An update of Python's on a device, and its flags.
-Update update_on(at::Device device, PyObject* tuple, std::vector<const float*>& flags) {
-  const std::optional<Update> update = update_of(tuple);
+// An update on a device, and its flags.
+Update update_on(at::Device device, const UpdateObject& given, std::vector<const float*>& flags) {
+  const std::optional<Update> update = given.known();
   TORCH_CHECK(update, "the kernels do not know a tensor or number of this update");
-  TORCH_CHECK(tensor_of(PyTuple_GET_ITEM(tuple, kScale))->device() == device,
-              "the scale is not on ", device);
-  PyObject* given = PyTuple_GET_ITEM(tuple, kFlags);
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(given); ++i) {
-    flags.push_back(tensor_of(PySequence_Fast_GET_ITEM(given, i))->const_data_ptr<float>());
+  TORCH_CHECK(given.scale.device() == device, "the scale is not on ", device);
+  for (const at::Tensor& flag : given.flags()) {
+    flags.push_back(flag.const_data_ptr<float>());
   }
   return *update;
 }
@@ -51,9 +49,9 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
 
 // cuda_multi_tensor(pass, table, segment, is_last)
 PyObject* launch_multi_tensor(PyObject* const* args) {
-  const Pass pass(args[0]);
-  const auto& table = py::cast<const DeviceTable&>(py::handle(args[1]));
-  const auto& segment = py::cast<const Segment&>(py::handle(args[2]));
+  const auto& pass = object_of<Pass>(args[0]);
+  const auto& table = object_of<DeviceTable>(args[1]);
+  const auto& segment = object_of<Segment>(args[2]);
   const bool is_last = args[3] == Py_True;
   const at::Device device = table.header.device();
   Launch work = launch_over(table, segment);
@@ -63,12 +61,12 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
     work.table = nullptr;
   }
   work.how = pass.how;
-  work.factor = data_of<float>(pass.tensor(Pass::kFactor), "the factor", device);
-  work.coefficient = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
-  if (pass[Pass::kClip] != Py_None) {
-    work.clip = clip_of(pass[Pass::kClip], device);
+  work.factor = data_of<float>(pass.factor, "the factor", device);
+  work.coefficient = data_of<double>(pass.coefficient, "coefficient", device);
+  if (pass.clip) {
+    work.clip = pass.clip->on(device);
   }
-  work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  work.sums = data_of<double>(pass.sums, "sums", device, 2);
   const Marks marks = marks_of(pass, device);
   TORCH_CHECK(marks.now == nullptr || segment.last_parameter < marks.parameters, "marks are of ",
               marks.parameters, " parameters, and a gradient is that of number ",
@@ -76,18 +74,18 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   work.marks = marks.words;
   work.now = marks.now;
   work.is_last = is_last;
-  work.found_inf = data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
+  work.found_inf = data_of<float>(pass.found_inf, "found_inf", device);
   TORCH_CHECK(work.found_inf != nullptr, "a launch needs a found_inf");
   TORCH_CHECK(work.how == Factor::kNone || work.factor != nullptr, "a launch needs its factor");
   work.accumulate = pass.accumulate;
-  work.divisor = data_of<float>(pass.tensor(Pass::kFactorCopy), "factor_copy", device);
+  work.divisor = data_of<float>(pass.factor_copy, "factor_copy", device);
   py::object update = py::none();
-  if (is_last && pass[Pass::kEnding] != Py_None) {
-    update = py::handle(pass[Pass::kEnding]).attr("update");
+  if (is_last && !pass.ending.is_none()) {
+    update = pass.ending.attr("update");
   }
   if (!update.is_none()) {
     std::vector<const float*> flags;
-    work.update = update_on(device, update.ptr(), flags);
+    work.update = update_on(device, object_of<UpdateObject>(update.ptr()), flags);
     work.other_found_inf = flags.empty() ? nullptr : flags.front();
   }
   Kind kind = pass.write ? (work.sums != nullptr ? kUnscaleNorm : kUnscale)
@@ -104,22 +102,21 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
 // cuda_update_scale(update)
 PyObject* launch_update_scale(PyObject* const* args) {
   std::vector<const float*> found_infs;
-  const at::Tensor* scale = Fields(args[0], kNorm + 1, "expected an Update").tensor(kScale);
-  TORCH_CHECK(scale != nullptr, "an update needs a scale");
-  UpdateAlone alone{update_on(scale->device(), args[0], found_infs), {}};
+  const auto& update = object_of<UpdateObject>(args[0]);
+  TORCH_CHECK(update.scale.defined(), "an update needs a scale");
+  UpdateAlone alone{update_on(update.scale.device(), update, found_infs), {}};
   TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(alone.found_infs),
               "one to four flags at once, got ", found_infs.size());
   for (size_t i = 0; i < std::size(alone.found_infs); ++i) {
     alone.found_infs[i] = found_infs[i < found_infs.size() ? i : 0];
   }
-  update_scale(alone, place_on(scale->device()));
+  update_scale(alone, place_on(update.scale.device()));
   return nullptr;
 }
 
-void launch_clip_coefficient(const py::tuple& given) {
-  const at::Tensor* sums = ClipTuple(given.ptr()).tensor(ClipTuple::kSums);
-  TORCH_CHECK(sums != nullptr, "a clipping needs sums");
-  clip_coefficient(clip_of(given.ptr(), sums->device()), place_on(sums->device()));
+void launch_clip_coefficient(const ClipObject& clip) {
+  TORCH_CHECK(clip.sums.defined(), "a clipping needs sums");
+  clip_coefficient(clip.on(clip.sums.device()), place_on(clip.sums.device()));
 }
 
 }  // namespace

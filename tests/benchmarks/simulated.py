@@ -25,7 +25,7 @@ class Launcher(ReferenceLauncher):
 
     def multi_tensor(self, work, table, segment, is_last) -> None:
         if self.wrong == "value" and work.write:
-            work = work._replace(factor=torch.nextafter(work.factor, 2 * work.factor))
+            work = work.replaced(factor=torch.nextafter(work.factor, 2 * work.factor))
         super().multi_tensor(work, table, segment, is_last)
         if self.wrong in ("finds", "finds nothing"):
             work.found_inf.fill_(self.wrong == "finds")

@@ -185,7 +185,7 @@ def test_the_smoke_test_tells_wrong_kernels(
             if fault == "error":
                 raise RuntimeError("an illegal access")
             if fault == "value" and work.write:
-                work = work._replace(factor=work.factor * (1 + 1e-6))
+                work = work.replaced(factor=work.factor * (1 + 1e-6))
             found = CPU_KERNELS.run(grads, work)
             if fault == "flag" and not work.write:
                 return 1 - found

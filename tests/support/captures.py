@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampfast import GradScaler, backends, gradients
-from ampfast.backends import cuda_graphs
+from ampfast import GradScaler, backends
+from ampfast.backends import core, cuda_graphs
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.clip import norm_history
+from ampfast.gradients import Turn
 from ampfast.scaler import grad_scaler, max_skips
 from support.comparison import assert_same
 from support.steps import take_step
@@ -213,20 +215,46 @@ class _Kernels(DeviceKernels):
     def __init__(self, launcher: Any, capture: Capture) -> None:
         super().__init__(_Recorded(launcher, capture))
         for name in ("run", "clip", "update", "ending"):
-            setattr(self, name, self._unobserved(getattr(self, name), capture))
-
-    def _unobserved(self, call: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
-        def over(*args: Any) -> Any:
-            if not capture.is_active:
-                return call(*args)
-            with _disable_current_modes():
-                return _as(OnGpu, call(*_as(torch.Tensor, args)))
-
-        return over
+            setattr(self, name, _unobserved(getattr(self, name), capture))
 
 
-def _as(kind: type[torch.Tensor], values: Any) -> Any:
-    return tree_map(lambda v: v.as_subclass(kind) if isinstance(v, torch.Tensor) else v, values)
+def _unobserved(call: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
+    """A call into the core, which takes plain tensors, and whose launches are nodes."""
+
+    def over(*args: Any) -> Any:
+        if not capture.is_active:
+            return call(*args)
+        turns = [each for each in tree_leaves(args) if isinstance(each, Turn)]
+        with _disable_current_modes():
+            result = _as(OnGpu, call(*_as(torch.Tensor, args, capture)))
+        for turn in turns:
+            turn |= _as(OnGpu, dict(turn))
+            turn.divisor = _as(OnGpu, turn.divisor)
+        return result
+
+    return over
+
+
+_UPDATED = ("scale", "growth_tracker", "found_infs", "state", "norm")
+
+
+def _as(kind: type[torch.Tensor], values: Any, capture: Capture | None = None) -> Any:
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.as_subclass(kind)
+        names = {core.Pass: ("factor",), core.Update: _UPDATED}.get(type(value), ())
+        if names:
+            return value.replaced(**{name: _as(kind, getattr(value, name)) for name in names})
+        if inspect.isfunction(value) and capture is not None:
+
+            def call(*args: Any) -> Any:  # with torch's ops, which are captured
+                with capture:
+                    return value(*args)
+
+            return call
+        return value
+
+    return tree_map(one, values)
 
 
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,13 +291,9 @@ class Capturing:
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cpu"))
-        collect = gradients.collect
-
-        def unobserved(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                return collect(*args, **kwargs)
-
-        monkeypatch.setattr(gradients, "collect", unobserved)
+        for name in ("set_scale", "take", "norm"):
+            call = _unobserved(getattr(core.Finder, name), graph)
+            monkeypatch.setattr(core.Finder, name, call)
         for optimizer in (torch.optim.Adam, torch.optim.RMSprop):
             module = sys.modules[optimizer.__module__]
             monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ampfast import GradScaler
+from ampfast.gradients import Turn
 from ampfast.scaler.late_backward import WARNING
-from ampfast.scaler.turn import Turn
 
 BITS = {
     torch.float64: torch.int64,

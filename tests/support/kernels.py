@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampfast import _C, functional
 from ampfast.backends import core, cpu
-from ampfast.backends.core import Clip, Factor, GradList, Pass, Track
+from ampfast.backends.core import Clip, Factor, GradList, Pass
 from support.comparison import BITS, FLOATS, assert_same
 
 CPU_KERNELS = cpu
+
+
+class Track(NamedTuple):
+    """Tables by parameter, as for `Pass`."""
+
+    marks: torch.Tensor
+    now: torch.Tensor
+
+
 # Instruction sets that machine and binary share.
 CAPABILITIES = _C.cpu_capabilities()
 

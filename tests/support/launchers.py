@@ -53,12 +53,12 @@ class ReferenceLauncher:
         header = table.header
         used_peak = torch.tensor(0.0, dtype=torch.float64)
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
-        if work.how is Factor.TIMES_RECIPROCAL:
+        if work.how == Factor.TIMES_RECIPROCAL:
             factor = factor.double().reciprocal().float()
         if work.clip is not None:
             coefficient = torch.empty((), dtype=torch.float64)
-            cpu.clip(work.clip._replace(coefficient=coefficient))
-            work = work._replace(coefficient=coefficient)
+            cpu.clip(work.clip.replaced(coefficient=coefficient))
+            work = work.replaced(coefficient=coefficient)
         chunks = spans_of(table.words.tolist(), segment)
         if work.coefficient is not None:
             chunks = chunks if factor * work.coefficient != 1 else []
@@ -66,7 +66,7 @@ class ReferenceLauncher:
             number, gradient = chunk.parameter, chunk.values(segment.dtype)
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            if work.how is Factor.DIVIDE:
+            if work.how == Factor.DIVIDE:
                 exact = used = wide / factor.to(wide.dtype)
             else:
                 exact = used = wide * factor.to(wide.dtype)
@@ -101,7 +101,7 @@ class ReferenceLauncher:
         if work.factor_copy is not None:
             work.factor_copy.copy_(work.factor)
         if work.ending is not None and (update := work.ending.update) is not None:
-            self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))
+            self._update(update.replaced(found_infs=[work.found_inf, *update.found_infs]))
         header.zero_()
 
     def update_scale(self, update: Update) -> None:
@@ -115,7 +115,7 @@ class ReferenceLauncher:
 
     def _update(self, update: Update) -> None:
         scale, tracker = update.scale.data, update.growth_tracker.data
-        assert cpu.update(update._replace(scale=scale, growth_tracker=tracker))
+        assert cpu.update(update.replaced(scale=scale, growth_tracker=tracker))
 
 
 @dataclass

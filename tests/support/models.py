@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ampfast import GradScaler, Sigmas
 from ampfast.backends.aten import squares_in
-from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Track, Update, norm_layout
+from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Update, norm_layout
 from ampfast.backends.core import state_layout as layout
 from ampfast.scaler.loss_scale import Limits, LossScale
 from support.comparison import BITS, FLOATS, assert_same, started
-from support.kernels import flag, grads_of, run_check, storage
+from support.kernels import Track, flag, grads_of, run_check, storage
 
 # Bound on the relative error of a norm against the float64 norm of the unscaled values: one
 # rounding of each value, whose mean counts, and one of the norm. A float64 norm sums thousands of
@@ -274,7 +274,7 @@ def check_limits(kernels: Any, device: torch.device, limits: str) -> None:
         infinite = riding and found == 1
         update = update_of(kept, scale, tracker, found, norm)
         if infinite:
-            update = update._replace(found_infs=())
+            update = update.replaced(found_infs=())
         if riding:
             ending = kernels.ending(update)
             value = math.nan if infinite else 1.0
@@ -441,7 +441,7 @@ def widened(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def tracked(work: Pass, track: Track) -> Pass:
-    return work._replace(marks=track.marks, now=track.now)
+    return work.replaced(marks=track.marks, now=track.now)
 
 
 def assert_squares(squares: torch.Tensor, grads: Sequence[torch.Tensor], factor: float) -> None:
@@ -471,7 +471,7 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
         if work.sums is None:
             assert not squares.any(), name
         else:
-            assert_squares(squares, make, 1 / divisor if work.how is Factor.DIVIDE else inverse)
+            assert_squares(squares, make, 1 / divisor if work.how == Factor.DIVIDE else inverse)
         assert_surroundings_kept(track)
         for ours, theirs in zip(grads, plain, strict=True):
             same = (ours == theirs) | (ours.isnan() & theirs.isnan())
@@ -491,7 +491,7 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
     run("norms of quotients", quotients, divided)
     # The reciprocal of this scale is infinite.
     tiny = torch.tensor([2.0**-140, 0.0, 3 * 2.0**-140], device=device)
-    work = divided._replace(factor=flag(2.0**-130).to(device))
+    work = divided.replaced(factor=flag(2.0**-130).to(device))
     assert kernels.run(grads_of([tiny]), work).item() == 0
     assert sums.tolist() == [10 * 2.0**-20, 3 * 2.0**-10]
 

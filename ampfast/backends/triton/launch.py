@@ -92,13 +92,13 @@ def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, norms = clip
+    sums, norms = clip.sums, clip.accepted_norms
     arguments = (
-        *(sums, sums.shape[0], float(max_norm), norm, coefficient),
-        *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
-        *(norms, 1 if norms is None else norms.numel() - norm_layout.RING),
+        *(sums, sums.numel() // 2, clip.max_norm, clip.norm, clip.coefficient),
+        *(None if clip.divisor is None else clip.scale, clip.divisor, clip.found_inf),
+        *(clip.skip_above, norms, 1 if norms is None else norms.numel() - norm_layout.RING),
     )
-    _launch("clip_coefficient", sums.device, arguments, largest, norm.dtype)
+    _launch("clip_coefficient", sums.device, arguments, clip.largest, clip.norm.dtype)
 
 
 def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:

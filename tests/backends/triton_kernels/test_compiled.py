@@ -88,9 +88,9 @@ def check_vectors(code: str, variant: Variant) -> None:
 
 def check_arithmetic(code: str, variant: Variant) -> None:
     wide = "f64" if variant.dtype == torch.float64 else "f32"
-    if variant.how is Factor.DIVIDE:
+    if variant.how == Factor.DIVIDE:
         assert f"div.rn.{wide}" in code
-    if variant.how is Factor.TIMES_RECIPROCAL:
+    if variant.how == Factor.TIMES_RECIPROCAL:
         assert re.search(r"(div|rcp)\.rn\.f64", code)
         assert "cvt.rn.f32.f64" in code
     narrow = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(variant.dtype)
@@ -145,5 +145,5 @@ def test_amd(target: str, variant: Variant) -> None:
     assert not variant.write or stores >= loads
     *_, finished = re.finditer(r"\bglobal_atomic_add_(x2|u64)\b", code)
     assert "s_barrier" in code[: finished.start()]
-    if variant.how is Factor.DIVIDE:
+    if variant.how == Factor.DIVIDE:
         assert re.search(r"\bv_div_fixup_f(32|64)\b", code)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernels import Track
 
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
@@ -166,10 +167,10 @@ def table_of(dtype: torch.dtype, device: torch.device = CPU) -> core.DeviceTable
     return core.DeviceTable.of(grads, False)
 
 
-def track(device: torch.device = CPU) -> core.Track:
+def track(device: torch.device = CPU) -> Track:
     """Tables of one parameter."""
     marks = torch.zeros(1, core.MARK_WORDS, dtype=torch.int64, device=device)
-    return core.Track(marks, torch.zeros((), dtype=torch.int64, device=device))
+    return Track(marks, torch.zeros((), dtype=torch.int64, device=device))
 
 
 def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
@@ -183,7 +184,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
     return Pass(
         variant.write,
         variant.how,
-        None if variant.how is Factor.NONE else one,
+        None if variant.how == Factor.NONE else one,
         one,
         variant.accumulate,
         coefficient=one.double() if variant.coefficient else None,

@@ -1,0 +1,774 @@
+// What one scaler does with the gradients of optimizers: find, run, agree, decide and, of a clip,
+// run again.
+#include <pybind11/stl.h>
+
+#include "device_kernels.h"
+#include "found.h"
+#include "track.h"
+
+namespace ampfast {
+
+namespace {
+
+// How an optimizer's gradients are used in a norm; the stub names them.
+enum class Use { kAsTheyAre, kScaled, kDeferred };
+// What becomes of gradients whose norm is taken.
+enum class Aim { kMeasure, kStep, kClip, kClipDecided };
+
+// An optimizer in a norm.
+struct Term {
+  Term(PyObject* of, PyObject* its_turn, Use how) : optimizer(of), turn(its_turn), use(how) {}
+
+  PyObject* optimizer;
+  Turn turn;
+  Use use;
+  std::shared_ptr<Found> found;
+  std::shared_ptr<Pass> pass;  // that reads
+  py::object rows = py::none();
+  Flags flags;
+  bool writes = false;    // clips in place, in a second pass
+  bool unscales = false;  // unscales as it reads
+};
+
+}  // namespace
+
+// The way of one scaler to gradients: what it finds, and what it does with them.
+struct Finder {
+  py::object choice;                     // kernels by device
+  uint64_t devices;                      // of these
+  py::object ranks = py::none();         // to agree with, or None
+  py::object local_shards = py::none();  // their method that makes a collector of local shards
+  py::object tracking = py::none();      // tables by parameter, or None
+  bool has_group = false;                // whether ranks agree on plain gradients, too
+  bool keeps_norms = false;              // whether the tables' squares are kept as norms
+  bool allow_fp16 = false;
+  // Of the scale: its device, the state of which the first word counts the steps, and the passes.
+  at::Tensor scale;
+  py::object words = py::none();
+  std::shared_ptr<Pass> unscaling, dividing;
+  bool warned_of_shared_memory = false;
+
+  std::shared_ptr<Found> find(PyObject* optimizer, Reading reading, bool coalesces);
+  std::shared_ptr<Found> find_in(py::object groups, Reading reading, bool coalesces);
+  std::shared_ptr<Found> sorted(Walk walk, bool coalesces);
+  py::object rows_of(const Turn& turn, Found& found, bool measures);
+  Running running(const py::object& rows) const { return {rows, words}; }
+  Reading reading(bool writes, bool takes_fp16) const;
+  py::dict take(PyObject* optimizer, PyObject* turn, const Pass& pass, bool checks,
+                py::object agreement);
+  at::Tensor norm(const py::list& optimizers, const py::list& turns, const py::list& uses, Aim aim,
+                  const py::object& limit, double order, const py::object& rule);
+
+ private:
+  struct Backend {
+    at::Device device;
+    py::object kernels;
+    PyObject* launcher;  // null: the core's
+    bool is_torch;
+  };
+  std::vector<Backend> backends_;
+
+  const Backend& backend_on(at::Device device);
+  bool share_memory(const std::vector<Term>& terms) const;
+  void unscale_first(std::vector<Term>& terms, Aim aim, const py::object& agreement);
+  at::Tensor sums_of(std::vector<Term>& terms, at::Device device, at::ScalarType wide, double order,
+                     const py::object& agreement, bool is_read);
+  at::Tensor sums_of_python(std::vector<Term>& terms, at::Device device, double order,
+                            const py::object& agreement, bool is_read);
+  bool can_agree(const std::vector<Term>& terms, at::Device device) const;
+  at::Tensor agreed(std::vector<Term>& terms, const std::vector<at::Tensor>& rows, bool largest,
+                    const py::object& agreement, bool is_read);
+  void decide(const std::shared_ptr<ClipObject>& clip);
+};
+
+const Finder::Backend& Finder::backend_on(at::Device device) {
+  for (const Backend& known : backends_) {
+    if (known.device == device) {
+      return known;
+    }
+  }
+  static const py::handle torch_ops = py::module_::import("ampfast.backends.aten").release();
+  py::object kernels = choice.attr("kernels_for")(device_object(device));
+  PyObject* launcher = nullptr;
+  if (py::hasattr(kernels, "launcher")) {
+    launcher = kernels.attr("launcher").ptr();
+  }
+  const bool is_torch = kernels.is(torch_ops);
+  return backends_.emplace_back(Backend{device, std::move(kernels), launcher, is_torch});
+}
+
+Reading Finder::reading(bool writes, bool takes_fp16) const {
+  Reading reading;
+  reading.allow_fp16 = takes_fp16;
+  reading.writes = writes;
+  reading.devices = devices;
+  reading.local_shards = local_shards;
+  return reading;
+}
+
+std::shared_ptr<Found> Finder::find(PyObject* optimizer, Reading reading, bool coalesces) {
+  // Of optimizers that make their gradients float32 before anyone reads them.
+  static PyObject* const widen = PyUnicode_InternFromString("widen_gradients");
+  static PyObject* const groups = PyUnicode_InternFromString("param_groups");
+  if (_PyType_Lookup(Py_TYPE(optimizer), widen) != nullptr) {
+    py::getattr(optimizer, widen)();
+  }
+  return find_in(py::getattr(optimizer, groups), std::move(reading), coalesces);
+}
+
+std::shared_ptr<Found> Finder::find_in(py::object groups, Reading reading, bool coalesces) {
+  if (!PySequence_Check(groups.ptr())) {
+    groups = py::tuple(groups);  // an iterator is consumed once
+  }
+  Walk found = walk(groups.ptr(), reading);
+  if (backends_.empty() || found.lists.size() != 1 || !found.lists.front().device().is_cpu()) {
+    found.hold();  // asking for kernels may run Python
+  }
+  const auto has_kernels = [this](const GradList& list) {
+    return !backend_on(list.device()).is_torch;
+  };
+  if (!std::all_of(found.lists.begin(), found.lists.end(), has_kernels)) {
+    reading.devices &= device_bit(at::kCPU);  // a GPU without kernels
+    found = walk(groups.ptr(), reading);
+  }
+  if (found.refused) {
+    const auto& [group, index, param] = *found.refused;
+    const py::object error = of_python("ampfast.gradients", "refusal")(group, index, param);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw py::error_already_set();
+  }
+  const std::shared_ptr<Found> all = sorted(std::move(found), coalesces);
+  all->param_groups = std::move(groups);
+  return all;
+}
+
+std::shared_ptr<Found> Finder::sorted(Walk walk, bool coalesces) {
+  auto found = std::make_shared<Found>();
+  if (!walk.set_aside.empty()) {
+    const auto lists_of = of_python("ampfast.gradients", "lists_aside");
+    for (const py::handle aside : lists_of(walk.set_aside, coalesces)) {
+      const auto device = aside.attr("device").cast<at::Device>();
+      found->batches.push_back(
+          {device, std::nullopt, nullptr, py::reinterpret_borrow<py::object>(aside)});
+    }
+  }
+  found->walk = std::move(walk);
+  bool runs_python = !found->walk.set_aside.empty() || found->walk.lists.size() > 1;
+  for (GradList& list : found->walk.lists) {
+    PyObject* launcher = backend_on(list.device()).launcher;
+    runs_python |= launcher != nullptr || list.elements() >= kElementsWorthReleasing;
+  }
+  if (runs_python) {
+    found->walk.hold();
+  }
+  for (GradList& list : found->walk.lists) {
+    const at::Device device = list.device();
+    found->batches.push_back({device, std::move(list), backend_on(device).launcher, {}});
+  }
+  found->walk.lists.clear();
+  return found;
+}
+
+namespace {
+
+py::object squares_in(const at::Tensor& marks) {
+  return of_python("ampfast.backends.aten", "squares_in")(marks);
+}
+
+// Sets the sums of squares to -0, to which adding one makes 0, before a pass.
+void reset_squares(const py::object& rows) {
+  for (const auto& [device, table] : py::dict(rows.attr("counters"))) {
+    const auto marks = table.cast<at::Tensor>();
+    if (!marks.is_cpu()) {
+      squares_in(marks).attr("fill_")(-0.0);
+      continue;
+    }
+    auto* words = marks.mutable_data_ptr<int64_t>();
+    for (int64_t i = kSquares; i < marks.numel(); i += kMarkWords) {
+      words[i] = bits_as<int64_t>(-0.0);
+    }
+  }
+}
+
+// Keeps the norms of one more step, of which the tables have the squares.
+void keep_norms(const py::object& tracking, const py::object& rows) {
+  const py::object norms = rows.attr("norms");
+  const py::dict tables = rows.attr("counters");
+  if (norms.is_none() || tables.size() != 1 || !tables.contains(device_object(at::kCPU))) {
+    tracking.attr("keep_norms")(rows);
+    return;
+  }
+  const auto marks = tensor_of(PyDict_GetItem(tables.ptr(), device_object(at::kCPU).ptr()));
+  const auto values = norms.attr("values").cast<at::Tensor>();
+  auto* count = data_of<int64_t>(norms.attr("count").cast<at::Tensor>(), "count", at::kCPU);
+  const int64_t parameters = values.size(1);
+  auto* row = data_of<float>(values, "norms", at::kCPU, values.numel()) +
+              *count % values.size(0) * parameters;
+  const auto* words = marks.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < parameters; ++i) {
+    row[i] = static_cast<float>(std::sqrt(bits_as<double>(words[i * kMarkWords + kSquares])));
+  }
+  ++*count;
+}
+
+}  // namespace
+
+py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
+  if (tracking.is_none() || !scale.defined()) {
+    return py::none();
+  }
+  const py::object record = py::handle(turn.object()).attr("record");
+  py::object rows = record.attr("rows");
+  if (rows.is_none() || !found.has_parameters(rows.attr("groups").ptr())) {
+    found.walk.hold();
+    rows = tracking.attr("start")(record, found.groups());
+  }
+  if (measures && keeps_norms) {
+    reset_squares(rows);
+  }
+  return rows;
+}
+
+py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, bool checks,
+                      py::object agreement) {
+  const Turn turn(object);
+  const std::shared_ptr<Found> found =
+      find(optimizer, reading(pass.write, checks || allow_fp16), /*coalesces=*/false);
+  if (!found->walk.shards.is_none()) {
+    agreement = found->walk.shards.attr("agreement")();
+  }
+  Running how = running(rows_of(turn, *found, false));
+  how.turn = checks ? nullptr : &turn;
+  how.agreement = agreement;
+  const Flags flags = found->run(pass, how);
+  turn.flags(flags);
+  if (!checks) {
+    turn.unscaled();
+  }
+  if (!agreement.is_none()) {
+    turn.set("agreement", agreement);
+  }
+  return turn.flags();
+}
+
+bool Finder::share_memory(const std::vector<Term>& terms) const {
+  Tensors grads;
+  for (const Term& term : terms) {
+    term.found->add_grads(grads);
+  }
+  return have_shared_memory(grads);
+}
+
+// Unscales gradients that share memory, each as often as it is listed, as torch does.
+void Finder::unscale_first(std::vector<Term>& terms, Aim aim, const py::object& agreement) {
+  if (!std::exchange(warned_of_shared_memory, true)) {
+    of_python("ampfast.gradients", "warn_of_shared_memory")();
+  }
+  const bool takes_fp16 = aim == Aim::kMeasure || allow_fp16;
+  for (Term& term : terms) {
+    if (term.use != Use::kAsTheyAre) {
+      term.found = find(term.optimizer, reading(true, takes_fp16), true);
+      term.found->require_unscalable();
+      term.found->require_writable();
+    }
+  }
+  for (Term& term : terms) {
+    if (term.use != Use::kAsTheyAre) {
+      if (aim != Aim::kMeasure) {
+        term.turn.begin(agreement);
+      }
+      Pass pass = *unscaling;
+      pass.write = true;
+      term.found->run(pass, running(term.rows));
+    }
+    term.use = Use::kAsTheyAre;
+    term.pass = std::make_shared<Pass>();
+    term.writes = aim != Aim::kMeasure;
+    term.unscales = false;
+  }
+}
+
+// The sums of a clip, a row for each list; the terms get their flags. If they are `is_read` alone,
+// their turns do not matter.
+at::Tensor Finder::sums_of(std::vector<Term>& terms, at::Device device, at::ScalarType wide,
+                           double order, const py::object& agreement, bool is_read) {
+  const bool largest = std::isinf(order);
+  const bool is_for_kernels =
+      order == 2 || (largest && std::none_of(terms.begin(), terms.end(), [](const Term& term) {
+                       return term.found->walk.has_complex;
+                     }));
+  if (!is_for_kernels || !(agreement.is_none() || can_agree(terms, device))) {
+    return sums_of_python(terms, device, order, agreement, is_read);
+  }
+  std::vector<at::Tensor> rows;
+  for (Term& term : terms) {
+    Running how = running(term.rows);
+    how.sums = &rows;
+    how.turn = term.unscales ? &term.turn : nullptr;
+    term.flags = term.found->run(*term.pass, how);
+  }
+  if (!agreement.is_none()) {
+    return agreed(terms, rows, largest, agreement, is_read);
+  }
+  if (rows.size() == 1 && rows[0].device() == device) {
+    return rows[0].dim() == 2 ? rows[0] : rows[0].unsqueeze(0);
+  }
+  if (rows.empty()) {
+    return allocated({1, 2}, at::TensorOptions(wide).device(device)).zero_();
+  }
+  for (at::Tensor& row : rows) {
+    row = moved(row.reshape({2}), device);
+  }
+  return at::stack(rows);
+}
+
+// Where torch's ops take the norms, or ranks hold parts of a gradient.
+at::Tensor Finder::sums_of_python(std::vector<Term>& terms, at::Device device, double order,
+                                  const py::object& agreement, bool is_read) {
+  py::list given;
+  for (const Term& term : terms) {
+    term.found->walk.hold();
+    const py::handle turn = is_read ? Py_None : term.turn.object();
+    given.append(
+        py::make_tuple(py::handle(term.optimizer), turn, term.found, term.pass, term.rows));
+  }
+  const py::tuple measured = of_python("ampfast.clip.global_norm", "measured")(
+      given, order, device_object(device), agreement, words);
+  const py::list flags = measured[1];
+  for (size_t i = 0; i < terms.size(); ++i) {
+    for (const auto& [at, flag] : py::dict(flags[i])) {
+      terms[i].flags.emplace_back(at.cast<at::Device>(), flag.cast<at::Tensor>());
+    }
+  }
+  return measured[0].cast<at::Tensor>();
+}
+
+// Whether ranks agree on what lists of the CPU tell, of which every gradient counts, or none.
+bool Finder::can_agree(const std::vector<Term>& terms, at::Device device) const {
+  static const py::handle replicated = of_python("ampfast.distributed", "_marks").release();
+  bool can = device.is_cpu() && !is_observed() && PyDict_Size(replicated.ptr()) == 0;
+  for (const Term& term : terms) {
+    can = can && term.found->walk.shards.is_none();
+    for (const Batch& batch : term.found->batches) {
+      can = can && batch.list && batch.device.is_cpu();
+    }
+  }
+  return can;
+}
+
+// The sums and flags of all ranks by one collective, as by `Agreement.all_reduce_norm`.
+at::Tensor Finder::agreed(std::vector<Term>& terms, const std::vector<at::Tensor>& rows,
+                          bool largest, const py::object& agreement, bool is_read) {
+  constexpr int64_t kOverflow = int64_t{1} << 32;  // more than ranks can be
+  for (const Term& term : terms) {
+    if (!is_read && term.turn.is_ready()) {
+      term.turn.flags(term.flags);
+      term.turn.set("agreement", agreement);
+    }
+  }
+  double sum = 0, peak = 0;
+  if (agreement.attr("counts")(py::none()).cast<bool>()) {
+    for (const at::Tensor& row : rows) {
+      const auto* values = row.const_data_ptr<double>();
+      sum += values[0];
+      peak = larger_or_nan(peak, values[1]);
+    }
+  }
+  const int64_t size = 1 + static_cast<int64_t>(terms.size());
+  const at::Tensor all = allocated({size}, largest ? at::kLong : at::kDouble);
+  // The bits of floats that are not negative keep their order, with NaN on top.
+  const auto put = [&](int64_t place, double value, int64_t word) {
+    if (largest) {
+      all.mutable_data_ptr<int64_t>()[place] = word;
+    } else {
+      all.mutable_data_ptr<double>()[place] = value;
+    }
+  };
+  put(0, sum, bits_as<int64_t>(peak));
+  for (size_t i = 0; i < terms.size(); ++i) {
+    int64_t level = terms[i].flags.empty() ? 0 : 1;
+    for (const auto& [at, flag] : terms[i].flags) {
+      level |= *flag.const_data_ptr<float>() != 0 ? kOverflow : 0;
+    }
+    put(static_cast<int64_t>(i) + 1, static_cast<double>(level), level);
+  }
+  const auto op = py::module_::import("torch.distributed").attr("ReduceOp");
+  agreement.attr("reduce_")(all, op.attr(largest ? "MAX" : "SUM"));
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const double level = largest ? static_cast<double>(all.const_data_ptr<int64_t>()[i + 1])
+                                 : all.const_data_ptr<double>()[i + 1];
+    terms[i].flags.clear();
+    if (level > 0) {
+      terms[i].flags.emplace_back(at::kCPU, new_scalar<float>(level >= kOverflow ? 1 : 0));
+    }
+  }
+  const at::Tensor sums = allocated({1, 2}, at::kDouble);
+  const double total =
+      largest ? bits_as<double>(*all.const_data_ptr<int64_t>()) : *all.const_data_ptr<double>();
+  std::fill_n(sums.mutable_data_ptr<double>(), 2, total);
+  return sums;
+}
+
+void Finder::decide(const std::shared_ptr<ClipObject>& clip) {
+  const at::Device device = clip->norm.device();
+  const Backend& backend = backend_on(device);
+  const uint64_t there = kKernelDevices;
+  const bool is_known = !backend.is_torch && clip->coefficient.scalar_type() == at::kDouble &&
+                        !is_observed() && clip->sums.scalar_type() == at::kDouble &&
+                        (!clip->scale.defined() || (is_scalar(clip->scale, at::kFloat, there) &&
+                                                    clip->scale.device() == device));
+  if (!is_known) {
+    of_python("ampfast.backends.aten", "clip")(clip);
+  } else if (backend.launcher != nullptr) {
+    clip_on(backend.launcher, clip);
+  } else {
+    clip_coefficient(clip->on(device));
+  }
+}
+
+namespace {
+
+// One flag of all terms, on a device; undefined for none.
+at::Tensor joint(const std::vector<Term>& terms, at::Device device) {
+  std::vector<at::Tensor> flags;
+  for (const Term& term : terms) {
+    for (const auto& [at, flag] : term.flags) {
+      flags.push_back(flag);
+    }
+  }
+  if (flags.empty()) {
+    return {};
+  }
+  if (flags.size() == 1 && flags[0].device() == device && flags[0].dim() == 0 &&
+      is_scalar(flags[0], at::kFloat, kKernelDevices)) {
+    return flags[0];
+  }
+  const auto join = of_python("ampfast.backends.scalars", "joint_flag");
+  return join(flags, device_object(device)).cast<at::Tensor>();
+}
+
+// Replaces each flag by the joint one, on its device.
+void set_all(std::vector<Term>& terms, const at::Tensor& found) {
+  for (Term& term : terms) {
+    for (auto& [at, flag] : term.flags) {
+      if (!flag.is_same(found)) {
+        flag = found.to(at, at::kFloat, !at.is_cpu(), /*copy=*/true);
+      }
+    }
+  }
+}
+
+// Copies of gradients, which end with them as they were.
+class Kept {
+ public:
+  explicit Kept(const std::vector<Term>& terms) {
+    const at::NoGradGuard no_grad;
+    for (const Term& term : terms) {
+      for (const py::handle params :
+           term.use == Use::kAsTheyAre ? py::tuple() : term.found->groups()) {
+        for (const py::handle param : params) {
+          const py::object grad = param.attr("grad");
+          if (!grad.is_none()) {
+            grads_.emplace_back(grad.attr("detach")(), grad.attr("clone")());
+          }
+        }
+      }
+    }
+  }
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  ~Kept() {
+    const py::error_scope kept;
+    const at::NoGradGuard no_grad;
+    for (auto each = grads_.rbegin(); each != grads_.rend(); ++each) {
+      each->first.attr("copy_")(each->second);
+    }
+  }
+
+ private:
+  std::vector<std::pair<py::object, py::object>> grads_;
+};
+
+}  // namespace
+
+at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const py::list& uses,
+                        Aim aim, const py::object& limit, double order, const py::object& rule) {
+  const bool is_number = PyFloat_CheckExact(limit.ptr());
+  const double max_norm = is_number ? PyFloat_AS_DOUBLE(limit.ptr()) : INFINITY;
+  const bool is_clip = aim == Aim::kClip || aim == Aim::kClipDecided;
+  const bool is_guard = unscaling && !unscaling->write;
+  std::vector<Term> terms;
+  bool are_read_alone = true, is_distributed = has_group;
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    Term term(PyList_GET_ITEM(optimizers.ptr(), i), PyList_GET_ITEM(turns.ptr(), i),
+              static_cast<Use>(PyLong_AsLong(PyList_GET_ITEM(uses.ptr(), i))));
+    term.writes = aim != Aim::kMeasure && term.use != Use::kDeferred &&
+                  !(is_guard && is_number && std::isinf(max_norm));
+    const bool takes_fp16 = allow_fp16 || term.use != Use::kScaled || aim == Aim::kMeasure;
+    const bool is_found = py::isinstance<Found>(optimizers[i]);
+    term.found = is_found ? optimizers[i].cast<std::shared_ptr<Found>>()
+                          : find(term.optimizer, reading(term.writes, takes_fp16), true);
+    term.rows = aim == Aim::kMeasure ? py::none() : rows_of(term.turn, *term.found, true);
+    term.pass = std::make_shared<Pass>();
+    if (term.use != Use::kAsTheyAre) {
+      const Pass& by = term.use == Use::kDeferred ? *dividing : *unscaling;
+      term.pass->how = by.how;
+      term.pass->factor = by.factor;
+    }
+    are_read_alone &= !term.writes;
+    is_distributed |= !term.found->walk.shards.is_none();
+    terms.push_back(std::move(term));
+  }
+  py::object agreement = py::none();
+  if (is_distributed && !ranks.is_none()) {
+    py::list layouts;
+    for (const Term& term : terms) {
+      layouts.attr("extend")(term.found->layouts().attr("values")());
+    }
+    agreement = ranks.attr("agreement")(layouts);
+  }
+  const bool is_scaled = std::any_of(terms.begin(), terms.end(),
+                                     [](const Term& term) { return term.use != Use::kAsTheyAre; });
+  std::optional<Kept> kept;
+  bool defers = std::any_of(terms.begin(), terms.end(),
+                            [](const Term& term) { return term.use == Use::kDeferred; });
+  if (is_scaled && !(aim == Aim::kStep && are_read_alone) && share_memory(terms)) {
+    if (aim == Aim::kMeasure) {
+      kept.emplace(terms);
+    }
+    unscale_first(terms, aim, agreement);
+    defers = false;
+  }
+  for (const Term& term : terms) {
+    if (term.writes || (term.use == Use::kDeferred && aim != Aim::kMeasure)) {
+      if (term.use != Use::kAsTheyAre) {
+        term.found->require_unscalable();
+      }
+      term.found->require_writable();
+    }
+  }
+  if (is_number && std::isinf(max_norm) && agreement.is_none() && is_scaled &&
+      (order == 2 || std::isinf(order))) {
+    for (Term& term : terms) {
+      term.unscales = term.pass->write = term.writes && term.use == Use::kScaled;
+      term.writes &= !term.unscales;
+    }
+  }
+
+  // As in torch, the norm is on the device of the first gradient; it is compared where the norms
+  // of earlier steps are.
+  const at::Device here = scale.defined() ? scale.device() : at::Device(at::kCPU);
+  at::Device place = here;
+  bool is_wide = false, is_known = false, is_in_list = false;
+  for (const Term& term : terms) {
+    for (const Batch& batch : term.found->batches) {
+      is_wide |= batch.has_float64();
+      if (!is_known || (batch.list && !is_in_list)) {
+        place = batch.device;
+        is_known = true;
+        is_in_list = batch.list.has_value();
+      }
+    }
+  }
+  const at::Device device = rule.is_none() ? place : here;
+  const bool has_float64 =
+      !backend_on(device).is_torch ||
+      of_python("ampfast.backends.scalars", "has_float64")(device_object(device)).cast<bool>();
+  const at::TensorOptions options = at::TensorOptions(at::kFloat).device(device);
+  const at::TensorOptions wide = options.dtype(has_float64 ? at::kDouble : at::kFloat);
+  auto clip = std::make_shared<ClipObject>();
+  clip->norm = allocated({}, is_wide ? wide : options);
+  clip->coefficient = allocated({}, wide);
+  if (defers && aim != Aim::kMeasure) {
+    clip->scale = dividing->factor;
+    clip->divisor = allocated({}, at::TensorOptions(at::kFloat).device(here));
+  }
+  clip->sums = sums_of(terms, device, c10::typeMetaToScalarType(wide.dtype()), order, agreement,
+                       aim == Aim::kMeasure);
+  if (aim == Aim::kClipDecided) {
+    for (Term& term : terms) {
+      term.flags.clear();
+      for (const auto& [at, flag] : term.turn.flags()) {
+        at::Tensor found = flag.cast<at::Tensor>();
+        term.flags.emplace_back(at.cast<at::Device>(), rule.is_none() ? found : found.clone());
+      }
+    }
+  }
+  clip->max_norm = max_norm;
+  clip->largest = order != 2;
+  if (!rule.is_none()) {
+    const py::tuple fields = rule;
+    clip->found_inf = joint(terms, device);
+    clip->skip_above = fields[0].cast<double>();
+    clip->accepted_norms = tensor_of(py::object(fields[1]).ptr());
+  }
+  // Kernels that write gradients compute the coefficient themselves.
+  const Term& first = terms.front();
+  const bool is_one_launch = terms.size() == 1 && first.writes && is_number && rule.is_none() &&
+                             first.found->batches.size() == 1 && first.found->batches[0].launcher &&
+                             first.found->batches[0].device == device && !std::isinf(max_norm);
+  if (!is_one_launch) {
+    decide(clip);
+  }
+  if (!is_number) {
+    const at::Tensor found = clip->found_inf.defined() ? clip->found_inf : joint(terms, device);
+    limit(clip, found);
+  }
+  if (clip->found_inf.defined()) {
+    set_all(terms, clip->found_inf);
+  }
+  if (aim != Aim::kMeasure) {
+    for (Term& term : terms) {
+      term.turn.agreed();
+      if (aim != Aim::kClipDecided && !(aim == Aim::kStep && term.use == Use::kDeferred)) {
+        term.turn.begin(py::none());
+      }
+    }
+    for (Term& term : terms) {
+      if (!term.writes || (term.pass->how == Factor::kNone && is_number && std::isinf(max_norm))) {
+        continue;
+      }
+      Pass pass = *term.pass;
+      pass.write = true;
+      if (is_one_launch) {
+        pass.clip = clip;
+        clip->coefficient = at::Tensor();
+      } else {
+        pass.coefficient = clip->coefficient;
+      }
+      Running how;  // overflows were marked as they were read
+      how.bumps_versions = is_clip;
+      term.found->run(pass, how);
+    }
+    if (terms.size() > 1 && scale.defined()) {
+      const at::Tensor found = joint(terms, here);
+      if (found.defined()) {
+        set_all(terms, found);
+      }
+    }
+    for (Term& term : terms) {
+      if (term.use == Use::kDeferred) {
+        term.turn.set("divisor", wrapped(clip->divisor));
+      }
+      term.turn.flags(term.flags);
+    }
+  }
+  if (keeps_norms && aim != Aim::kMeasure) {
+    for (const Term& term : terms) {
+      if (!term.rows.is_none()) {
+        ampfast::keep_norms(tracking, term.rows);
+      }
+    }
+  }
+  return moved(clip->norm, place);
+}
+
+namespace {
+
+std::shared_ptr<Found> found_of(PyObject* object) {
+  return py::cast<std::shared_ptr<Found>>(py::handle(object));
+}
+
+// finder.find(optimizer, writes, allow_fp16, coalesces) -> Found
+PyObject* call_find(PyObject* const* args) {
+  auto& finder = object_of<Finder>(args[0]);
+  const auto found = finder.find(args[1], finder.reading(args[2] == Py_True, args[3] == Py_True),
+                                 args[4] == Py_True);
+  found->walk.hold();
+  return py::cast(found).release().ptr();
+}
+
+// finder.take(optimizer, turn, pass, checks, agreement) -> flags
+PyObject* call_take(PyObject* const* args) {
+  auto& finder = object_of<Finder>(args[0]);
+  return finder
+      .take(args[1], args[2], object_of<Pass>(args[3]), args[4] == Py_True,
+            py::reinterpret_borrow<py::object>(args[5]))
+      .release()
+      .ptr();
+}
+
+// finder.norm(optimizers, turns, uses, aim, limit, order, rule) -> norm
+PyObject* call_norm(PyObject* const* args) {
+  const auto object = [args](int i) { return py::reinterpret_borrow<py::object>(args[i]); };
+  auto& finder = object_of<Finder>(args[0]);
+  const at::Tensor norm =
+      finder.norm(object(1), object(2), object(3), static_cast<Aim>(PyLong_AsLong(args[4])),
+                  object(5), PyFloat_AsDouble(args[6]), object(7));
+  return wrapped(norm).release().ptr();
+}
+
+// found.run(pass, rows, words, measures) -> flags, or flags and sums
+PyObject* call_run(PyObject* const* args) {
+  std::vector<at::Tensor> sums;
+  Running how{py::reinterpret_borrow<py::object>(args[2]),
+              py::reinterpret_borrow<py::object>(args[3])};
+  how.sums = args[4] == Py_True ? &sums : nullptr;
+  const auto& pass = object_of<Pass>(args[1]);
+  how.bumps_versions = pass.write && (pass.coefficient.defined() || pass.clip != nullptr);
+  const py::dict flags = dict_of(found_of(args[0])->run(pass, how));
+  const py::object result = how.sums == nullptr ? py::object(flags) : py::make_tuple(flags, sums);
+  return Py_NewRef(result.ptr());
+}
+
+}  // namespace
+
+void bind_found(py::module_& m) {
+  py::class_<Found, std::shared_ptr<Found>> found(m, "Found", py::is_final());
+  found.def("split", &Found::split)
+      .def_property_readonly("groups", &Found::groups)
+      .def_property_readonly("shards", [](const Found& self) { return self.walk.shards; })
+      .def_property_readonly("layouts", &Found::layouts)
+      .def_property_readonly("has_complex", [](const Found& self) { return self.walk.has_complex; })
+      .def_property_readonly("dtype", &Found::dtype)
+      .def_property_readonly("devices", [](const Found& self) {
+        py::list devices;
+        for (const Batch& batch : self.batches) {
+          devices.append(device_object(batch.device));
+        }
+        return devices;
+      });
+  add_method<call_run, 4>(found, "run");
+  py::class_<Finder> finder(m, "Finder", py::is_final());
+  finder
+      .def(py::init([](py::object choice) {
+        Finder made;
+        made.devices = choice.attr("devices").cast<uint64_t>();
+        made.choice = std::move(choice);
+        return made;
+      }))
+      .def_property(
+          "ranks", [](const Finder& self) { return self.ranks; },
+          [](Finder& self, py::object ranks) {
+            self.local_shards = ranks.attr("local_shards");
+            self.ranks = std::move(ranks);
+          })
+      .def_readwrite("tracking", &Finder::tracking)
+      .def_readwrite("has_group", &Finder::has_group)
+      .def_readwrite("keeps_norms", &Finder::keeps_norms)
+      .def_readwrite("allow_fp16", &Finder::allow_fp16)
+      .def("set_scale",
+           [](Finder& self, const at::Tensor& scale, py::object words,
+              std::shared_ptr<Pass> unscaling, std::shared_ptr<Pass> dividing) {
+             self.scale = scale;
+             self.words = std::move(words);
+             self.unscaling = std::move(unscaling);
+             self.dividing = std::move(dividing);
+           })
+      .def("rows_of", [](Finder& self, const py::object& turn,
+                         Found& found) { return self.rows_of(Turn(turn.ptr()), found, false); })
+      .def("find_in",
+           [](Finder& self, py::object groups, bool writes, bool takes_fp16) {
+             auto found = self.find_in(std::move(groups), self.reading(writes, takes_fp16), false);
+             found->walk.hold();
+             return found;
+           })
+      .def("find_over", [](Finder& self, const py::sequence& grads, bool writes) {
+        return self.sorted(walk_over(grads, self.reading(writes, true)), false);
+      });
+  add_method<call_find, 4>(finder, "find");
+  add_method<call_take, 5>(finder, "take");
+  add_method<call_norm, 7>(finder, "norm");
+}
+
+}  // namespace ampfast

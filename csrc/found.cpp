@@ -1,0 +1,328 @@
+#include "found.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
+
+#include "cpu/multi_tensor.h"
+#include "device_kernels.h"
+#include "track.h"
+
+namespace ampfast {
+
+namespace {
+
+// Made as Python imports the core.
+PyObject* const kFlagsName = PyUnicode_InternFromString("found_inf_per_device");
+PyObject* const kStageName = PyUnicode_InternFromString("stage");
+
+}  // namespace
+
+py::object of_python(const char* module, const char* name) {
+  return py::module_::import(module).attr(name);
+}
+
+py::object device_object(at::Device device) {
+  static PyObject* const cpu = THPDevice_New(at::Device(at::kCPU));
+  return device.is_cpu() ? py::reinterpret_borrow<py::object>(cpu)
+                         : py::reinterpret_steal<py::object>(THPDevice_New(device));
+}
+
+py::dict dict_of(const Flags& flags) {
+  py::dict found;
+  for (const auto& [device, flag] : flags) {
+    found[device_object(device)] = flag;
+  }
+  return found;
+}
+
+at::Tensor moved(const at::Tensor& scalar, at::Device device) {
+  if (!scalar.defined() || scalar.device() == device) {
+    return scalar;
+  }
+  return scalar.to(device, scalar.scalar_type(), /*non_blocking=*/!device.is_cpu());
+}
+
+bool Batch::has_float64() const {
+  return list ? list->has_float64() : aside.attr("has_float64").cast<bool>();
+}
+
+Turn::Turn(PyObject* turn) : turn_(turn), flag_(new_scalar<float>(1)) {
+  TORCH_CHECK_TYPE(PyDict_Check(turn), "expected the turn of an optimizer");
+  flags_[device_object(at::kCPU)] = flag_;
+  before_[0] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turn, kFlagsName));
+  before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turn, kStageName));
+}
+
+void Turn::begin(const py::object& agreement) const {
+  if (!agreement.is_none()) {
+    set("agreement", agreement);
+  }
+  py::reinterpret_borrow<py::dict>(turn_)[kFlagsName] = flags_;
+  unscaled();
+}
+
+namespace {
+
+PyObject* stage_of(const char* name) {
+  return py::object(of_python("torch.amp.grad_scaler", "OptState").attr(name)).release().ptr();
+}
+
+}  // namespace
+
+bool Turn::is_ready() const {
+  static PyObject* const ready = stage_of("READY");
+  return PyDict_GetItemWithError(turn_, kStageName) == ready;
+}
+
+void Turn::unscaled() const {
+  static PyObject* const stage = stage_of("UNSCALED");
+  py::reinterpret_borrow<py::dict>(turn_)[kStageName] = py::handle(stage);
+}
+
+void Turn::flags(const Flags& flags) const {
+  const bool is_own = flags.size() == 1 && flags[0].second.is_same(flag_);
+  py::reinterpret_borrow<py::dict>(turn_)[kFlagsName] = is_own ? flags_ : dict_of(flags);
+}
+
+py::dict Turn::flags() const {
+  return py::reinterpret_borrow<py::dict>(PyDict_GetItemWithError(turn_, kFlagsName));
+}
+
+void Turn::agreed() const {
+  static PyObject* const name = PyUnicode_InternFromString("agreement");
+  if (!py::getattr(turn_, name).is_none()) {
+    py::setattr(turn_, name, py::none());
+  }
+}
+
+void Turn::set(const char* name, const py::object& value) const { py::setattr(turn_, name, value); }
+
+at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag) {
+  cpu::Work work;
+  work.write = pass.write;
+  work.how = pass.how;
+  const char* name = pass.how == Factor::kDivide ? "grad_scale" : "inv_scale";
+  if (const auto* factor = data_of<const float>(pass.factor, name, at::kCPU)) {
+    work.factor = *factor;
+  }
+  if (const auto* coefficient = data_of<const double>(pass.coefficient, "coefficient", at::kCPU)) {
+    work.coefficient = *coefficient;
+  }
+  if (pass.clip) {
+    const Clip clip = pass.clip->on(at::kCPU);
+    work.coefficient = coefficient_of(clip, norm_of(clip), true);
+  }
+  if (pass.how == Factor::kTimesReciprocal) {
+    work.how = Factor::kTimes;
+    work.factor = inverse_scale(work.factor);
+  }
+  work.sums = data_of<double>(pass.sums, "sums", at::kCPU, 2);
+  if (const Marks marks = marks_of(pass, at::kCPU); marks.now != nullptr) {
+    work.marks = cpu::Rows{marks.words, marks.parameters, *marks.now + 1};
+  }
+  const at::Tensor flag = pass.found_inf.defined() ? pass.found_inf
+                          : new_flag.defined()     ? new_flag
+                                                   : new_scalar<float>(0);
+  float* written = data_of<float>(flag, "found_inf", at::kCPU);
+  const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
+  if (found || new_flag.is_same(flag)) {
+    *written = found ? 1 : 0;
+  }
+  return flag;
+}
+
+namespace {
+
+at::Tensor new_sums(const Batch& batch) {
+  const at::TensorOptions wide = at::TensorOptions(at::kDouble).device(batch.device);
+  if (batch.list && batch.launcher == nullptr) {
+    return allocated({1, 2}, wide);  // as a Clip has it
+  }
+  if (batch.list) {
+    return allocated({2}, wide);
+  }
+  const auto widest = of_python("ampfast.backends.scalars", "widest");
+  const auto dtype = widest(device_object(batch.device)).cast<at::ScalarType>();
+  return allocated({2}, at::TensorOptions(dtype).device(batch.device));
+}
+
+at::Tensor marks_on(const py::object& rows, at::Device device) {
+  const py::dict known = rows.attr("counters");
+  PyObject* marks = PyDict_GetItemWithError(known.ptr(), device_object(device).ptr());
+  return marks != nullptr ? tensor_of(marks)
+                          : tensor_of(rows.attr("counters_on")(device_object(device)).ptr());
+}
+
+at::Tensor run_aside(const py::object& aside, const Pass& pass) {
+  static const py::handle run = of_python("ampfast.backends.aten", "run").release();
+  return tensor_of(run(aside, std::make_shared<Pass>(pass)).ptr());
+}
+
+}  // namespace
+
+Flags Found::run(const Pass& pass, const Running& how) {
+  const bool decides = !pass.coefficient.defined() && !pass.clip;
+  if (pass.write && decides) {
+    require_unscalable();
+  }
+  if (pass.write && how.turn != nullptr && !batches.empty()) {
+    how.turn->begin(how.agreement);
+  }
+  if (how.bumps_versions) {
+    walk.bump_versions();
+  }
+  const bool is_whole = batches.size() == 1 && walk.shards.is_none();
+  // Of the flag as it was given, also after gradients of its own device have set it.
+  const bool copies = pass.found_inf.defined() && batches.size() > 1;
+  const at::Tensor initial = copies ? pass.found_inf.clone() : pass.found_inf;
+  Flags flags;
+  for (const Batch& batch : batches) {
+    Pass here = pass;
+    here.factor = pass.how == Factor::kNone ? at::Tensor() : moved(pass.factor, batch.device);
+    here.coefficient = moved(pass.coefficient, batch.device);
+    auto known = std::find_if(flags.begin(), flags.end(),
+                              [&](const auto& each) { return each.first == batch.device; });
+    if (known != flags.end()) {
+      here.found_inf = known->second;
+    } else if (initial.defined() && initial.device() != batch.device) {
+      here.found_inf = moved(initial, batch.device);
+    }
+    if (!how.rows.is_none()) {
+      here.marks = marks_on(how.rows, batch.device);
+      const at::Tensor words = tensor_of(how.words.ptr());
+      here.now =
+          words.device() == batch.device ? words : moved(words.narrow(0, 0, 1), batch.device);
+    }
+    if (!here.ending.is_none() &&
+        (!is_whole || here.ending.attr("scale").cast<at::Tensor>().device() != batch.device)) {
+      here.ending = py::none();
+    }
+    if (how.sums != nullptr) {
+      how.sums->push_back(here.sums = new_sums(batch));
+    }
+    at::Tensor flag;
+    if (!batch.list) {
+      flag = run_aside(batch.aside, here);
+    } else if (batch.launcher != nullptr) {
+      flag = run_on(batch.launcher, *batch.list, here);
+    } else {
+      const bool is_turns = is_whole && pass.write && how.turn != nullptr;
+      flag = run_on_cpu(*batch.list, here, is_turns ? how.turn->flag() : at::Tensor());
+    }
+    if (known == flags.end()) {
+      flags.emplace_back(batch.device, flag);
+    }
+  }
+  if (decides && how.sums == nullptr && !walk.shards.is_none() &&
+      py::len(walk.shards.attr("partial")) != 0) {
+    // All ranks reduce partial gradients, and check the sums as the optimizer uses them.
+    const auto check = of_python("ampfast.gradients", "check_reduced");
+    const py::dict checked =
+        check(walk.shards, std::make_shared<Pass>(pass), dict_of(flags), how.rows, how.words);
+    flags.clear();
+    for (const auto& [device, flag] : checked) {
+      flags.emplace_back(device.cast<at::Device>(), flag.cast<at::Tensor>());
+    }
+  }
+  return flags;
+}
+
+std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> Found::split(
+    const std::unordered_set<int64_t>& numbers) const {
+  auto inside = std::make_shared<Found>(), outside = std::make_shared<Found>();
+  const auto take = [](Found& half, const Batch& batch, std::optional<GradList> list,
+                       const py::object& aside) {
+    const bool is_empty = list ? list->chunks() == 0 : aside.attr("chunks").cast<int64_t>() == 0;
+    if (!is_empty) {
+      half.batches.push_back({batch.device, std::move(list), batch.launcher, aside});
+    }
+  };
+  for (const Batch& batch : batches) {
+    if (batch.list) {
+      auto [in, out] = batch.list->split(numbers);
+      take(*inside, batch, std::move(in), {});
+      take(*outside, batch, std::move(out), {});
+    } else {
+      const py::tuple both = batch.aside.attr("split")(py::cast(numbers));
+      take(*inside, batch, std::nullopt, both[0]);
+      take(*outside, batch, std::nullopt, both[1]);
+    }
+  }
+  return {inside, outside};
+}
+
+void Found::require_unscalable() const {
+  for (const Batch& batch : batches) {
+    if (!batch.list) {
+      of_python("ampfast.backends.aten", "require_unscalable")(batch.aside);
+    }
+  }
+}
+
+void Found::require_writable() const {
+  for (const Batch& batch : batches) {
+    if (!batch.list) {
+      of_python("ampfast.backends.aten", "require_writable")(batch.aside);
+    }
+  }
+}
+
+bool Found::has_parameters(PyObject* known) const {
+  const size_t groups = walk.kept.size();
+  const auto are_same = [](PyObject* params, PyObject* others) {
+    return PySequence_Fast_GET_SIZE(params) == PyTuple_GET_SIZE(others) &&
+           std::equal(PySequence_Fast_ITEMS(params),
+                      PySequence_Fast_ITEMS(params) + PySequence_Fast_GET_SIZE(params),
+                      PySequence_Fast_ITEMS(others));
+  };
+  TORCH_CHECK_TYPE(PyTuple_Check(known), "parameters must be a tuple");
+  if (groups != 0) {
+    for (size_t i = 0; i < groups; ++i) {
+      if (i >= static_cast<size_t>(PyTuple_GET_SIZE(known)) ||
+          !are_same(walk.kept[i].ptr(), PyTuple_GET_ITEM(known, i))) {
+        return false;
+      }
+    }
+    return groups == static_cast<size_t>(PyTuple_GET_SIZE(known));
+  }
+  Py_ssize_t group = 0;
+  const auto is_known = [&](PyObject* params) {
+    return group < PyTuple_GET_SIZE(known) && are_same(params, PyTuple_GET_ITEM(known, group++));
+  };
+  return for_each_plain_group(param_groups.ptr(), is_known) && group == PyTuple_GET_SIZE(known);
+}
+
+py::tuple Found::groups() const {
+  py::list groups;
+  for (const py::object& params : walk.kept) {
+    groups.append(params);
+  }
+  if (walk.kept.empty()) {
+    for (const py::handle group : param_groups) {
+      groups.append(py::tuple(group["params"]));
+    }
+  }
+  return groups;
+}
+
+py::object Found::layouts() const {
+  return walk.shards.is_none() ? py::dict() : py::object(walk.shards.attr("layouts"));
+}
+
+std::optional<at::ScalarType> Found::dtype() const {
+  Tensors grads;
+  add_grads(grads);
+  const bool is_plain = batches.size() == 1 && batches[0].list && !have_shared_memory(grads);
+  return is_plain ? std::optional(batches[0].list->dtype()) : std::nullopt;
+}
+
+void Found::add_grads(Tensors& grads) const {
+  for (const GradRef& ref : walk.grads) {
+    grads.push_back(ref.grad);
+  }
+  for (const SetAside& each : walk.set_aside) {
+    grads.push_back(&std::get<1>(each));
+  }
+}
+
+}  // namespace ampfast

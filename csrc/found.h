@@ -1,0 +1,110 @@
+// The one way to gradients: what a walk has found, sorted by the kernels that take it, and the one
+// loop that runs a pass over all of it.
+#pragma once
+
+#include "bindings.h"
+
+namespace ampfast {
+
+// A name of one of the package's modules.
+py::object of_python(const char* module, const char* name);
+
+// Python's object of a device.
+py::object device_object(at::Device device);
+
+// A scalar on a device; a sync only if the CPU will read it.
+at::Tensor moved(const at::Tensor& scalar, at::Device device);
+
+// A flag for each device that has a gradient, in order.
+using Flags = c10::SmallVector<std::pair<at::Device, at::Tensor>, 1>;
+
+py::dict dict_of(const Flags& flags);
+
+using Tensors = Reused<const at::Tensor*>;
+
+// Gradients of one device: a list for kernels or, without one, a list for torch's ops.
+struct Batch {
+  at::Device device;
+  std::optional<GradList> list;
+  PyObject* launcher = nullptr;  // of kernels that are launched; null: the CPU's run
+  py::object aside;
+
+  bool has_float64() const;
+};
+
+// An optimizer's turn, a dict of Python. Made before the walk: what makes objects may run Python,
+// which could take gradients away. What it replaces is kept until after the pass, for the same
+// reason.
+class Turn {
+ public:
+  explicit Turn(PyObject* turn);
+
+  // Marks the optimizer as unscaled, with a flag that says "skip", on all ranks if there is an
+  // agreement yet to come: whatever ends a pass early, nobody steps on gradients that are half
+  // written.
+  void begin(const py::object& agreement) const;
+
+  bool is_ready() const;
+  void unscaled() const;
+  void flags(const Flags& flags) const;
+  py::dict flags() const;
+  void agreed() const;  // ends what ranks have to agree on
+  void set(const char* name, const py::object& value) const;
+  const at::Tensor& flag() const { return flag_; }
+  PyObject* object() const { return turn_; }
+
+ private:
+  PyObject* turn_;
+  at::Tensor flag_;
+  py::dict flags_;
+  py::object before_[2];
+};
+
+// How a pass runs over what was found.
+struct Running {
+  // The tables of tracking of these parameters, and the state whose first word counts the steps.
+  py::object rows = py::none();
+  py::object words = py::none();
+  // Gets the sums of each batch, if it is given.
+  std::vector<at::Tensor>* sums = nullptr;
+  // Begins right before the first write, after torch's refusals, if it is given.
+  const Turn* turn = nullptr;
+  py::object agreement = py::none();
+  // Whether the versions of gradients that are written grow, as autograd wants to know.
+  bool bumps_versions = false;
+};
+
+class Found {
+ public:
+  std::vector<Batch> batches;  // those for torch's ops first
+  Walk walk;
+  py::object param_groups = py::none();
+
+  Flags run(const Pass& pass, const Running& how);
+
+  // The gradients of the parameters of these numbers, and the others.
+  std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> split(
+      const std::unordered_set<int64_t>& numbers) const;
+
+  // Throws torch's error for the first gradient that its ops refuse to unscale, or to write.
+  void require_unscalable() const;
+  void require_writable() const;
+
+  bool has_parameters(PyObject* known) const;
+  py::tuple groups() const;
+  py::object layouts() const;
+  // To which all promote, if they are one list for kernels and share no memory.
+  std::optional<at::ScalarType> dtype() const;
+  void add_grads(Tensors& grads) const;
+};
+
+// Tells whether some of these tensors share memory; one that is listed twice or overlaps itself
+// does.
+bool have_shared_memory(const Tensors& tensors);
+
+// A pass of the CPU's kernels.
+at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag = {});
+
+void bind_found(py::module_& m);
+
+}  // namespace ampfast
