@@ -116,6 +116,11 @@ class Records:
         taken.last_flags = last["found_inf_per_device"] or last.last_flags
         return taken
 
+    def in_iteration(self, turns: dict[int, dict[str, Any]]) -> list[tuple[Any, Turn]]:
+        """Returns the optimizers that have these turns, and their turns."""
+        known = ((optimizer, record.turn) for optimizer, record in self)
+        return [(each, turn) for each, turn in known if turns.get(id(each)) is turn]
+
     def of(self, optimizer: Any) -> Record:
         """Returns the record of an optimizer, which is made if there is none."""
         key = id(optimizer)

@@ -9,6 +9,7 @@ from operator import add
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Tells whether the current stream of a GPU in use is being captured; adds no Python frame.
 is_stream_capturing: Any = (
@@ -100,3 +101,27 @@ def _capturing_graph(devices: Iterable[torch.device | None]) -> Any:
 
 def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def step_unless(
+    flags: dict[Any, Tensor], optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Steps an optimizer unless a flag is set; under a capture each replay decides.
+
+    Elsewhere the host waits for the flags, once.
+    """
+    result: float | None = None
+    on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
+    if on_gpu and is_capturing():
+        with skipped_where(flags.values()):
+            result = optimizer.step(*args, **kwargs)
+    else:
+        others = [
+            flag for flag in flags.values() if not isinstance(flag, Tensor) or not flag.is_cuda
+        ]
+        if on_gpu:
+            place = on_gpu[0].device
+            others.append(sum(flag.to(place, non_blocking=True) for flag in on_gpu))  # type: ignore[arg-type]
+        if not sum(flag.item() for flag in others):
+            result = optimizer.step(*args, **kwargs)
+    return result

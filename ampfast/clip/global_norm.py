@@ -15,6 +15,7 @@ from ampfast.backends import aten
 from ampfast.backends.aten import p_norm
 from ampfast.backends.core import Factor, Found, Pass
 from ampfast.backends.scalars import allocate, any_found, moved, new_flag, widest
+from ampfast.clip.norm_history import ClipLimit, Sigmas, clip_limit_of, skip_limit_of
 from ampfast.distributed import Agreement, Layout, LocalShards, marks_of
 from ampfast.errors import float_of
 from ampfast.gradients import READY, Flags, Record
@@ -207,6 +208,19 @@ def _p_norms(
         if grad is not None and counts:
             values = grad._values() if grad.is_sparse else grad
             yield p_norm(values, order, *term.unscaling_on(values.device))
+
+
+def clip_arguments(
+    optimizer: object, max_norm: Any, norm_type: object, in_place: object, skip_above: Any
+) -> tuple[list[Any], float | ClipLimit, float, float | Sigmas | None]:
+    """Returns the optimizers of a clip, its limit and order, and the largest norm of a step."""
+    order = order_of(norm_type)
+    if type(max_norm) is not float or not max_norm >= 0:
+        max_norm = clip_limit_of(max_norm)
+    highest = skip_above if skip_above is None else skip_limit_of(skip_above)
+    if not isinstance(in_place, bool):
+        raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
+    return optimizers_of(optimizer), max_norm, order, highest
 
 
 def optimizers_of(optimizer: object) -> list[Any]:

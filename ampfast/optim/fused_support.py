@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampfast.backends import core
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.backends.scalars import allocate
+from ampfast.backends.scalars import allocate, new_flag
 from ampfast.errors import add_note, warn_caller
 from ampfast.gradients import Record
 from ampfast.optim.master_weights import MasterWeights
@@ -75,6 +75,13 @@ def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
     """torch's error for an optimizer without a checked gradient, with a note on the reason."""
     error = AssertionError("No inf checks were recorded for this optimizer.")
     return add_note(error, why_unchecked(optimizer))
+
+
+def flag_unchecked(optimizer: Any, device: torch.device, is_guard: bool) -> Tensor:
+    """Returns the flag of an optimizer without gradients, which a guard steps; else raises."""
+    if not is_guard or has_gradients(optimizer):
+        raise no_inf_checks(optimizer)
+    return new_flag(device)
 
 
 def why_unchecked(optimizer: torch.optim.Optimizer) -> str:

@@ -12,11 +12,12 @@ from ampfast.backends.core import Factor, Pass, is_found
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.clip import global_norm
 from ampfast.gradients import READY, UNSCALED, Turn, new_turn
-from ampfast.optim.fused_support import lacks_momentum
+from ampfast.optim.fused_support import lacks_momentum, legacy_step, takes_grad_scaler
 from ampfast.scaler.passes import Passes, begin, joint_flags
 
 
 def step_fused(
+    scaler: object,
     passes: Passes,
     optimizer: Any,
     turn: Turn,
@@ -29,6 +30,8 @@ def step_fused(
 
     Its gradients are only read before. `launches`: kernels that are launched may copy the scale.
     """
+    if takes_grad_scaler(optimizer.step):
+        return legacy_step(optimizer, scaler, args, kwargs)
     found_inf, grad_scale = _found_by_division(passes, optimizer, turn, scale, launches)
     flags = turn["found_inf_per_device"]
     turn.last_flags = flags  # there may be none

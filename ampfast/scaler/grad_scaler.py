@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,21 +15,13 @@ from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, distributed
 from ampfast.backends import cuda_graphs, scalars
-from ampfast.backends.core import Factor, Pass, Use, is_found, overrides
-from ampfast.backends.core import state_layout as layout
+from ampfast.backends.core import Factor, Pass, is_found, overrides
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
-from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import moved, new_flag
 from ampfast.clip import global_norm
-from ampfast.clip.norm_history import (
-    ClipLimit,
-    NormHistories,
-    Sigmas,
-    clip_limit_of,
-    require_norms,
-    sigmas_limit,
-    skip_limit_of,
-)
+from ampfast.clip.global_norm import can_defer
+from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, sigmas_limit, skip_limit_of
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport, require_known
 from ampfast.errors import add_note, not_compiled, warn_caller
@@ -44,35 +34,18 @@ from ampfast.gradients import (
     Records,
     TorchGradScaler,
     Turn,
-    is_unscaled,
     new_turn,
 )
-from ampfast.optim.fused_support import (
-    device_of,
-    divides_by_itself,
-    explain,
-    has_gradients,
-    legacy_step,
-    no_inf_checks,
-    takes_grad_scaler,
-    why_unchecked,
-)
-from ampfast.scaler import late_backward
+from ampfast.optim.fused_support import divides_by_itself, explain, flag_unchecked, why_unchecked
+from ampfast.scaler import late_backward, out_of_turn
+from ampfast.scaler.checkpoint import explained, require_loadable
 from ampfast.scaler.fused_step import step_fused
 from ampfast.scaler.history import History, ScalerStats
-from ampfast.scaler.loss_scale import (
-    Limits,
-    LossScale,
-    entry_of,
-    explain_missing,
-    is_static,
-    require_static,
-)
+from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
-from ampfast.scaler.out_of_turn import nothing_checked, require_ready, stepped
 from ampfast.scaler.overrides import Methods, original_methods, step_hooked, torchs_step
 from ampfast.scaler.passes import Passes
-from ampfast.scaler.reports import Reports, last_flags, reason_of
+from ampfast.scaler.reports import Reports, described, last_flags, reason_of
 from ampfast.scaler.skip_log import SkipLog
 
 if TYPE_CHECKING:
@@ -210,23 +183,9 @@ class GradScaler(TorchGradScaler):
         skip_above: float | Sigmas | None = None,
         max_skips: int | None = None,
     ) -> None:
-        if isinstance(device, Number):
-            raise TypeError(
-                f"device must be a device type such as 'cuda', got the number {device!r}; write "
-                f"init_scale={device!r}, or use ampfast.patch(), under which "
-                "torch.cuda.amp.GradScaler takes it first"
-            )
-        named = {"allow_fp16": allow_fp16, "dynamic": dynamic}
-        for name, value in named.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        out_of_turn.require_flags(device, allow_fp16=allow_fp16, dynamic=dynamic)
         rules = Limits(min_scale, max_scale, hysteresis)
-        rules.require_within(init_scale)
-        if not dynamic and not rules.is_torchs:
-            raise ValueError(
-                "a scale with dynamic=False never changes: it takes no min_scale, max_scale "
-                "or hysteresis"
-            )
+        rules.require_within(init_scale, dynamic)
         skip_limit_of(skip_above)
         if max_skips is not None:
             self.max_skips = max_skips
@@ -263,21 +222,13 @@ class GradScaler(TorchGradScaler):
         self.skip_above = skip_above
 
     def __repr__(self) -> str:
-        name = type(self).__name__
         if not self._enabled:
-            return f"<{name}: disabled>"
-        scale = self._scale
-        if scale is None:
-            return f"<{name}: scale {_power_of_2(self._init_scale)}, on no device yet>"
-        if not scale.is_cpu:  # reading it would wait
-            is_known = vars(self).get("_kernels")
-            backend = f", backend {self._choice.name_for(scale.device)}" if is_known else ""
-            return f"<{name}: scale, steps and skipped on {scale.device}: see stats(){backend}>"
-        words = self._loss_scale.words_on(scale.device)
-        backend = self._choice.name_for(scale.device)
-        steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
-        number = _power_of_2(scale.item())
-        return f"<{name}: scale {number}, {steps} steps, {skipped} skipped, backend {backend}>"
+            return f"<{type(self).__name__}: disabled>"
+        scale, init = self._scale, self._init_scale
+        device = torch.device("cpu") if scale is None else scale.device
+        is_known = scale is None or scale.is_cpu or "_kernels" in vars(self)
+        backend = self._choice.name_for(device) if is_known else None
+        return f"<{type(self).__name__}: {described(scale, init, self._loss_scale, backend)}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -286,31 +237,15 @@ class GradScaler(TorchGradScaler):
             outputs: A tensor, or an iterable of them.
         """
         if self._is_guard:
-            return self._scaled_by_1(outputs)
+            return late_backward.unscaled(outputs)
         is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
         scale = self._scale if is_usual else None
         is_here = scale is not None and scale.device == outputs.device
         scaled = outputs * scale if is_here else super().scale(outputs)
         if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
-            turns = self._turns_now()
-            unscaled = [pair for pair in turns if pair[1]["stage"] is UNSCALED]
-            scaled = late_backward.watch(scaled, unscaled)
+            turns = self._records.in_iteration(self._per_optimizer_states)
+            scaled = late_backward.watch(scaled, turns)
         return scaled
-
-    def _turns_now(self) -> list[tuple[Any, Turn]]:
-        """Optimizers and their turns in this iteration."""
-        turns = self._per_optimizer_states
-        known = ((optimizer, record.turn) for optimizer, record in self._records)
-        return [(each, turn) for each, turn in known if turns.get(id(each)) is turn]
-
-    def _scaled_by_1(self, outputs: Any) -> Any:
-        """What torch's `scale` returns, without a multiplication."""
-        if isinstance(outputs, Tensor):
-            return outputs
-        if not isinstance(outputs, Iterable):
-            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        items = map(self._scaled_by_1, outputs)
-        return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
 
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:
@@ -402,7 +337,7 @@ class GradScaler(TorchGradScaler):
             scale = self._checked_scale("unscale_", optimizer)
         turn = self._records.turn(optimizer, self._per_optimizer_states)
         if turn["stage"] is not READY:
-            require_ready(turn, "clip_grad_norm_() unscales, too.")
+            out_of_turn.require_ready(turn, "clip_grad_norm_() unscales, too.", optimizer)
         try:
             if overrides(self, _HOOKS):
                 TorchGradScaler.unscale_(self, optimizer)
@@ -443,7 +378,7 @@ class GradScaler(TorchGradScaler):
             scale = self._checked_scale("step", optimizer)
         passes, turn = self._passes, self._records.turn(optimizer, self._per_optimizer_states)
         if turn["stage"] is STEPPED:
-            raise stepped("step() has already been called since the last update().")
+            raise out_of_turn.stepped("step() has already been called since the last update().")
         if turn.agreement is not None and turn["stage"] is not READY:
             passes.agree(turn, scale.device)  # retries a collective that failed
         was_late = turn.is_late
@@ -454,11 +389,9 @@ class GradScaler(TorchGradScaler):
                 result = step_hooked(self, optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
             elif divides_by_itself(optimizer, turn.record) or turn.divisor is not None:
-                if takes_grad_scaler(optimizer.step):
-                    result = legacy_step(optimizer, self, args, kwargs)
-                else:
-                    launches = isinstance(self._kernels, DeviceKernels)
-                    result = step_fused(passes, optimizer, turn, scale, launches, args, kwargs)
+                launches = isinstance(self._kernels, DeviceKernels)
+                given = (passes, optimizer, turn, scale, launches)
+                result = step_fused(self, *given, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
@@ -466,9 +399,8 @@ class GradScaler(TorchGradScaler):
                 if turn["stage"] is READY:
                     passes.unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
-                    if not self._is_guard or has_gradients(optimizer):
-                        raise no_inf_checks(optimizer)
-                    turn["found_inf_per_device"] = {scale.device: new_flag(scale.device)}
+                    flag = flag_unchecked(optimizer, scale.device, self._is_guard)
+                    turn["found_inf_per_device"] = {scale.device: flag}
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")
@@ -501,13 +433,13 @@ class GradScaler(TorchGradScaler):
             return
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None and self._is_guard:
-            raise nothing_checked()
+            raise out_of_turn.nothing_checked()
         if scale is None or growth_tracker is None or overrides(self, _HOOKS):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags = self._passes.flags(self._per_optimizer_states, scale)
         if not flags:
             if not (self._is_guard and self._per_optimizer_states):
-                raise nothing_checked()
+                raise out_of_turn.nothing_checked()
             flags = [new_flag(scale.device)]  # no optimizer has gradients
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         self._loss_scale.update_(scale, growth_tracker, flags, factors, self._kernels)
@@ -530,27 +462,12 @@ class GradScaler(TorchGradScaler):
             TypeError: If a list or tuple is given instead of an optimizer; else as `step` and
                 `update`.
         """
-        for optimizer in optimizers:
-            if isinstance(optimizer, (list, tuple)):
-                raise TypeError(
-                    "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
-                    f"got a {type(optimizer).__name__}"
-                )
-        ending, results = None, []
-        for optimizer in optimizers[:-1]:
-            results.append(self.step(optimizer))
+        out_of_turn.require_one_by_one(optimizers)
+        results = [self.step(optimizer) for optimizer in optimizers[:-1]]
+        ending = None
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
-            scale, growth_tracker = self._scale, self._growth_tracker
-            if scale is None or growth_tracker is None:
-                self._checked_scale("step", optimizers[-1])
-                scale, growth_tracker = self._check_scale_growth_tracker("step")
-            if isinstance(self._kernels, DeviceKernels):
-                turns, last = self._per_optimizer_states, id(optimizers[-1])
-                others = self._passes.flags(turns, scale, but=last)
-                flags = [moved(flag, scale.device) for flag in others] if others else []
-                factors = self._growth_factor, self._backoff_factor, self._growth_interval
-                given = (scale, growth_tracker, flags, factors)
-                ending = self._loss_scale.ending(*given, self._kernels)
+            self._checked_scale("step", optimizers[-1])
+            ending = self._loss_scale_update(but=optimizers[-1])
         try:
             for optimizer in optimizers[-1:]:
                 if ending is not None:
@@ -614,13 +531,9 @@ class GradScaler(TorchGradScaler):
             ValueError: If `max_norm`, `norm_type` or `skip_above` is out of range, an optimizer is
                 given twice or cannot take `in_place=False`, or as `unscale_`.
         """
-        limit, order = max_norm, global_norm.order_of(norm_type)
-        if type(limit) is not float or not limit >= 0:
-            limit = clip_limit_of(limit)
-        highest = skip_limit_of(self._skip_above if skip_above is None else skip_above)
-        if not isinstance(in_place, bool):
-            raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
-        optimizers = global_norm.optimizers_of(optimizer)
+        above = self._skip_above if skip_above is None else skip_above
+        given = (optimizer, max_norm, norm_type, in_place, above)
+        optimizers, limit, order, highest = global_norm.clip_arguments(*given)
         if not self._enabled:
             turns = [self._records.turn(each, {}) for each in optimizers]
             return self._passes.clip(optimizers, turns, None, limit, order, None)
@@ -629,12 +542,10 @@ class GradScaler(TorchGradScaler):
             scale = self._checked_scale("clip_grad_norm_", *optimizers)
         states, records = self._per_optimizer_states, self._records
         for each in optimizers:
-            if each_turn := states.get(id(each)):
-                note = "clip_grad_norm_() unscales by itself: call it once, in place of unscale_()"
-                require_ready(each_turn, f"{note}. The optimizer: {type(each).__name__}.")
+            note = "clip_grad_norm_() unscales, too: call it once, in place of unscale_()."
+            out_of_turn.require_ready(states.get(id(each), NO_TURN), note, each)
         defers = None
         if not in_place:
-            can_defer = global_norm.can_defer
             defers = [can_defer(each, records.of(each), overridden) for each in optimizers]
         turns = [records.turn(each, states) for each in optimizers]
         if highest is not None:
@@ -643,8 +554,8 @@ class GradScaler(TorchGradScaler):
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:
                 self.unscale_(each)
-        given = (optimizers, turns, scale, limit, order, highest, defers)
-        return self._passes.clip(*given, is_decided=overridden)
+        rules = (limit, order, highest, defers)
+        return self._passes.clip(optimizers, turns, scale, *rules, is_decided=overridden)
 
     @not_compiled
     def grad_norm(
@@ -672,19 +583,11 @@ class GradScaler(TorchGradScaler):
         """
         optimizers, order = global_norm.optimizers_of(optimizer), global_norm.order_of(norm_type)
         known: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
-        states = [known.get(id(each), NO_TURN) for each in optimizers]
-        scale: Tensor | None = None
-        if self._enabled:
-            scale = self._checked_scale("grad_norm", *optimizers)
-            if any(state["stage"] is STEPPED for state in states):
-                raise stepped("grad_norm() is being called after step().")
-        is_ready = [scale is not None and not is_unscaled(state) for state in states]
-        uses = [Use.SCALED if scaled else Use.AS_THEY_ARE for scaled in is_ready]
-        norm = self._passes.measure(optimizers, uses, order, scale)
-        if self._enabled and all(state["stage"] is READY for state in states):
-            # Else it may be of gradients that were clipped.
-            self._loss_scale.record_norm(optimizers, norm, order)
-        return norm
+        turns = [known.get(id(each), NO_TURN) for each in optimizers]
+        scale = self._checked_scale("grad_norm", *optimizers) if self._enabled else None
+        if any(turn["stage"] is STEPPED for turn in turns):
+            raise out_of_turn.stepped("grad_norm() is being called after step().")
+        return self._passes.measure(optimizers, turns, order, scale)
 
     # Answers about steps.
 
@@ -863,23 +766,11 @@ class GradScaler(TorchGradScaler):
         if not self._enabled or len(state_dict) == 0:
             super().load_state_dict(state_dict)  # which does nothing, or raises
             return
-        try:
-            if not self._dynamic:
-                require_static(state_dict, is_guard=self._is_guard)
-            tolerated = self._loss_scale.require_loadable(state_dict)
-            norms = require_norms(entry_of(state_dict).get("norms", []))
-            # A static scaler has an interval of 0.
-            if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
-                warn_caller(
-                    "This checkpoint is of a scaler whose scale never changes, such as a "
-                    "StepGuard: from now on this scaler's stays "
-                    f"{state_dict.get('scale')}. To go on with a scale that grows and backs off, "
-                    "do not load it."
-                )
+        interval = self._growth_interval
+        with explained(state_dict):
+            rules = self._loss_scale.limits, self._dynamic, self._is_guard, interval
+            tolerated, norms = require_loadable(state_dict, *rules)
             super().load_state_dict(state_dict)
-        except KeyError as error:
-            explain_missing(error, state_dict)
-            raise
         self._norm_histories.load(norms)
         self._loss_scale.load(tolerated)
         self._loss_scale.reset_skips()
@@ -931,16 +822,12 @@ class GradScaler(TorchGradScaler):
         return self._passes.run_hook(*given, scale)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
-        scale = (
-            None
-            if (is_hooked := overrides(self, _HOOKS))
-            else self._checked_scale("_check_inf_per_device", optimizer)
-        )
-        if is_hooked:
+        if overrides(self, _HOOKS):
             TorchGradScaler._check_inf_per_device(self, optimizer)
-        turn = self._records.turn(optimizer, self._per_optimizer_states)
-        if scale is None:
+            turn = self._records.turn(optimizer, self._per_optimizer_states)
             return self._passes.agree_beside_hooks(optimizer, turn, self._scale)
+        scale = self._checked_scale("_check_inf_per_device", optimizer)
+        turn = self._records.turn(optimizer, self._per_optimizer_states)
         return self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
 
     def _maybe_opt_step(
@@ -953,18 +840,7 @@ class GradScaler(TorchGradScaler):
         flags = optimizer_state["found_inf_per_device"]
         found = is_found(flags)
         if found is None:
-            on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
-            if on_gpu and is_capturing():
-                with cuda_graphs.skipped_where(flags.values()):
-                    result: float | None = optimizer.step(*args, **kwargs)
-                return result
-            if len(on_gpu) > 1:
-                # In one place, so that the host waits once.
-                place = on_gpu[0].device
-                total = sum(moved(flag, place) for flag in on_gpu)
-                flags = {key: flag for key, flag in flags.items() if not flag.is_cuda}
-                flags[place] = total
-            found = bool(sum(flag.item() for flag in flags.values()))
+            return cuda_graphs.step_unless(flags, optimizer, args, kwargs)
         return None if found else optimizer.step(*args, **kwargs)
 
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
@@ -980,25 +856,24 @@ class GradScaler(TorchGradScaler):
     def _checked_scale(self, method: str, *optimizers: Any) -> Tensor:
         """The scale, of which torch's own method checks that it was made; a guard makes it here."""
         if self._is_guard and self._scale is None:
-            try:
-                device = device_of(optimizers)
-            except AttributeError as error:
-                explain(error, optimizers[0], "param_groups")
-                raise
-            device = device or self._ranks.device or torch.device(self._device or "cpu")
-            self._lazy_init_scale_growth_tracker(device)
-        try:
+            device = out_of_turn.device_for(optimizers) or self._ranks.device
+            self._lazy_init_scale_growth_tracker(device or torch.device(self._device or "cpu"))
+        with out_of_turn.remedied():
             self._check_scale_growth_tracker(method)
-        except AssertionError as error:
-            remedy = (
-                "The scaler whose scale() was given the loss must unscale, clip, step and update, "
-                "too. Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
-            )
-            add_note(error, remedy)
-            raise
         if self._scale is None:
             raise AssertionError(f"_scale is None in {method}")
         return self._scale
+
+    def _loss_scale_update(self, but: Any) -> Ending | None:
+        """The update of the scale, for the last check of an iteration, that of one optimizer."""
+        scale, growth_tracker = self._check_scale_growth_tracker("step")
+        if not isinstance(self._kernels, DeviceKernels):
+            return None
+        others = self._passes.flags(self._per_optimizer_states, scale, but=id(but))
+        flags = [moved(flag, scale.device) for flag in others] if others else []
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        given = (scale, growth_tracker, flags, factors)
+        return self._loss_scale.ending(*given, self._kernels)
 
     def _set_scale(self, new_scale: float | Tensor) -> bool:
         """Takes a scale from the caller; whether the flags of this iteration count as a step."""
@@ -1036,23 +911,10 @@ class GradScaler(TorchGradScaler):
                 raise watch.error(self.stats(), self._report_or_reason())
 
 
-def _power_of_2(scale: float) -> str:
-    """A scale for readers: 2^20, or a number."""
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 and exponent > 1 else f"{scale:g}"
-
-
 # The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run.
-_HOOKS = original_methods(
-    GradScaler,
-    *("_unscale_grads_", "_check_inf_per_device", "unscale_"),
-    *("_check_scale_growth_tracker", "_get_scale_async"),
-)
+_CHECKS = "_check_scale_growth_tracker", "_get_scale_async", "_check_inf_per_device"
+_HOOKS = original_methods(GradScaler, "unscale_", "_unscale_grads_", *_CHECKS)
 _MAYBE_STEP = original_methods(GradScaler, "_maybe_opt_step")
-_ALL_HOOKS = original_methods(
-    GradScaler,
-    *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_"),
-    *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
-    *("step", "update"),
-)
+_MORE = ("_maybe_opt_step", "_found_inf_per_device", "step", "update")
+_ALL_HOOKS = original_methods(GradScaler, *_HOOKS, *_MORE)
 GradScaler._originals = (_HOOKS, _MAYBE_STEP, _ALL_HOOKS)

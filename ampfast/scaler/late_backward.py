@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.gradients import Turn
+from ampfast.gradients import UNSCALED, Turn
 
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
@@ -24,24 +24,36 @@ OF_A_CLOSURE = (
 )
 
 
-def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> Any:
+def unscaled(outputs: Any) -> Any:
+    """What torch's `scale` returns for a scale of 1, without a multiplication."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if not isinstance(outputs, Iterable):
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    items = map(unscaled, outputs)
+    return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+
+
+def watch(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
     """Marks the turns of optimizers whose gradients a backward of `scaled` will write as late.
 
     Comparing gradients before and after the backward tells it from a clip, which writes them, too.
 
     Args:
         scaled: What `scale` returns.
-        unscaled: Optimizers and their turns, which are marked at the end of the backward.
+        turns: Optimizers and their turns. Unscaled ones are marked at the end of the
+            backward.
 
     Returns:
         `scaled`, or what replaces an iterator.
     """
+    watched = [pair for pair in turns if pair[1]["stage"] is UNSCALED]
 
     def compare_after(_: Tensor) -> None:
-        before = [_versions(optimizer) for optimizer, _ in unscaled]
+        before = [_versions(optimizer) for optimizer, _ in watched]
 
         def compare() -> None:
-            for (optimizer, turn), versions in zip(unscaled, before, strict=True):
+            for (optimizer, turn), versions in zip(watched, before, strict=True):
                 if _versions(optimizer) != versions:
                     turn.is_late = True
 
@@ -51,7 +63,7 @@ def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> Any:
         if each.requires_grad:
             each.register_hook(compare_after)
 
-    return visited(scaled, hook) if unscaled else scaled
+    return visited(scaled, hook) if watched else scaled
 
 
 def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:

@@ -157,7 +157,8 @@ class _LoopChecks:
 
     def _ends(self, scaler: Any, loop: _Loop, **_: bool) -> None:
         loop.unused = 0 if loop.has_used else loop.unused + 1
-        for optimizer, turn in scaler._turns_now() if self._is_whole else ():
+        turns = scaler._records.in_iteration(scaler._per_optimizer_states)
+        for optimizer, turn in turns if self._is_whole else ():
             if is_unscaled(turn):
                 self._keep(_grads_of_optimizer(optimizer), None)
             # One that overrides scale() may scale without ours.

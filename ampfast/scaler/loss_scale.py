@@ -18,7 +18,7 @@ from ampfast.backends.core import Update, new_update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.gpu import DeviceKernels, Ending
-from ampfast.errors import add_note, float_of
+from ampfast.errors import float_of
 from ampfast.scaler.history import History, ScalerStats
 
 _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
@@ -54,8 +54,13 @@ class Limits:
         """Whether the rule is torch's: no limits, no hysteresis."""
         return self == Limits()
 
-    def require_within(self, init_scale: float) -> None:
-        """Raises ValueError if an initial scale is beyond the limits."""
+    def require_within(self, init_scale: float, dynamic: bool) -> None:
+        """Raises ValueError if an initial scale is beyond the limits, or a constant one has any."""
+        if not dynamic and not self.is_torchs:
+            raise ValueError(
+                "a scale with dynamic=False never changes: it takes no min_scale, max_scale "
+                "or hysteresis"
+            )
         low_enough = self.max_scale is None or init_scale <= self.max_scale
         if not low_enough or not (self.min_scale is None or init_scale >= self.min_scale):
             raise ValueError(
@@ -122,23 +127,6 @@ class LossScale:
         # The tracker counts down, as Megatron-LM's.
         tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
         return {**asdict(self.limits), "hysteresis_tracker": self.limits.hysteresis - tolerated}
-
-    def require_loadable(self, state_dict: dict[str, Any]) -> int:
-        """Returns the argument of `load` for a scaler's checkpoint.
-
-        Raises:
-            ValueError: If the checkpoint is damaged, has other limits or, unless
-                the rule is torch's, a static scale.
-        """
-        if not self.limits.is_torchs and is_static(state_dict):
-            raise ValueError(
-                "the checkpoint's scale is static, but this scaler has limits or hysteresis, which "
-                "need a dynamic one"
-            )
-        entry = entry_of(state_dict)
-        if isinstance(entry, dict) and set(entry) <= {"norms"}:
-            return 0
-        return self.limits.hysteresis - self.limits.require_loadable(entry)
 
     def load(self, tolerated: int) -> None:
         """Sets the overflows since growth was last due."""
@@ -287,54 +275,6 @@ class LossScale:
         words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
         words[layout.TOLERATED] = self._tolerated
         return words
-
-
-def entry_of(state_dict: dict[str, Any]) -> Any:
-    """The entry of ours in a scaler's checkpoint; without one that of a scaler by torch's rule.
-
-    The checkpoint may be no dict for torch to refuse.
-    """
-    if "ampfast" not in state_dict:
-        return {"norms": []}
-    return state_dict["ampfast"]
-
-
-def is_static(state_dict: dict[str, Any]) -> bool:
-    """Whether a scaler's checkpoint has a static scale."""
-    return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
-
-
-def explain_missing(error: KeyError, state_dict: dict[str, Any]) -> None:
-    """Adds a note to the error for a dict that is no scaler's checkpoint."""
-    there = ", ".join(map(str, [*state_dict][:3]))
-    add_note(
-        error,
-        "expected what a scaler's state_dict() returns, a dict of scale, growth_factor, "
-        f"backoff_factor, growth_interval and _growth_tracker; this one begins with {there}: is it "
-        "of a model or an optimizer, or a whole checkpoint?",
-    )
-
-
-def require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
-    """Checks a checkpoint for a scaler with `dynamic=False`; that of a guard is always 1.
-
-    Raises:
-        KeyError: If it is no checkpoint of a scaler.
-        ValueError: If its scale changes, or is another one.
-    """
-    scale, is_fixed = state_dict["scale"], is_static(state_dict)
-    if is_guard and not (is_fixed and scale == 1):
-        raise ValueError(
-            "a guard's scale is always 1, but this is the checkpoint of a scaler whose scale is "
-            f"{scale}{'' if is_fixed else ' and changes'}, as for float16: load it "
-            "into a GradScaler, or begin with the guard as it is"
-        )
-    if not is_fixed:
-        raise ValueError(
-            "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
-            f"growth_interval {state_dict['growth_interval']}, backoff_factor "
-            f"{state_dict['backoff_factor']}"
-        )
 
 
 def history_of(words: Tensor) -> History:

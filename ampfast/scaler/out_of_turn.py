@@ -1,16 +1,22 @@
-"""torch's errors for calls that come out of turn, with notes."""
+"""torch's errors for calls that come out of turn, with notes, and those of arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Number
 from typing import Any
+
+import torch
 
 from ampfast.errors import add_note
 from ampfast.gradients import READY, UNSCALED
+from ampfast.optim.fused_support import device_of, explain
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 
-def require_ready(turn: dict[str, Any], note: str) -> None:
+def require_ready(turn: dict[str, Any], note: str, optimizer: object) -> None:
     """Raises the error of torch's `unscale_` for an optimizer that is past its turn."""
     if turn["stage"] is READY:
         return
@@ -21,7 +27,8 @@ def require_ready(turn: dict[str, Any], note: str) -> None:
             "Gradients are unscaled once, between the last backward() and step(): where they "
             "accumulate over several backward(), not after each. update() ends the iteration."
         )
-    raise add_note(RuntimeError(text), f"{note} {why}")
+    kind = type(optimizer).__name__
+    raise add_note(RuntimeError(text), f"{note} The optimizer: {kind}. {why}")
 
 
 def stepped(text: str) -> RuntimeError:
@@ -35,3 +42,49 @@ def nothing_checked() -> AssertionError:
         AssertionError("No inf checks were recorded prior to update."),
         "Neither step() nor unscale_() found a gradient since the last update().",
     )
+
+
+@contextmanager
+def remedied() -> Iterator[None]:
+    """Adds a note to torch's error for a scaler that has scaled nothing."""
+    try:
+        yield
+    except AssertionError as error:
+        remedy = (
+            "The scaler whose scale() was given the loss must unscale, clip, step and update, too. "
+            "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+        )
+        add_note(error, remedy)
+        raise
+
+
+def device_for(optimizers: Sequence[Any]) -> torch.device | None:
+    """Device of the first gradient, else of the first parameter; None without parameters."""
+    try:
+        return device_of(optimizers)
+    except AttributeError as error:
+        explain(error, optimizers[0], "param_groups")
+        raise
+
+
+def require_one_by_one(optimizers: Sequence[Any]) -> None:
+    """Raises TypeError for a list in the place of an optimizer."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, (list, tuple)):
+            raise TypeError(
+                "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
+                f"got a {type(optimizer).__name__}"
+            )
+
+
+def require_flags(device: object, **flags: object) -> None:
+    """Raises TypeError for a device that is a number, or a flag that is no bool."""
+    if isinstance(device, Number):
+        raise TypeError(
+            f"device must be a device type such as 'cuda', got the number {device!r}; write "
+            f"init_scale={device!r}, or use ampfast.patch(), under which "
+            "torch.cuda.amp.GradScaler takes it first"
+        )
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")

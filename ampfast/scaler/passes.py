@@ -15,7 +15,7 @@ from ampfast.backends.gpu import Ending
 from ampfast.backends.scalars import allocate, inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
 from ampfast.distributed import Ranks
-from ampfast.gradients import UNSCALED, Flags, Turn, new_turn
+from ampfast.gradients import READY, UNSCALED, Flags, Turn, is_unscaled, new_turn
 from ampfast.scaler.loss_scale import LossScale
 
 if TYPE_CHECKING:
@@ -182,13 +182,22 @@ class Passes:
         return self._norm(optimizers, turns, uses, aim, follows, order, highest, scale)
 
     def measure(
-        self, optimizers: list[Any], uses: list[Use], order: float, scale: Tensor | None
+        self,
+        optimizers: list[Any],
+        turns: list[dict[str, Any]],
+        order: float,
+        scale: Tensor | None,
     ) -> Tensor:
         """Returns the joint norm of gradients, which stay as they are."""
         self._know(scale)
-        turns = [new_turn() for _ in optimizers]
-        given = (optimizers, turns, uses, _MEASURE, math.inf, order, None)
+        is_scaled = [scale is not None and not is_unscaled(turn) for turn in turns]
+        uses = [Use.SCALED if scaled else Use.AS_THEY_ARE for scaled in is_scaled]
+        unmarked = [new_turn() for _ in optimizers]
+        given = (optimizers, unmarked, uses, _MEASURE, math.inf, order, None)
         norm: Tensor = self._finder.norm(*given)
+        if scale is not None and all(turn["stage"] is READY for turn in turns):
+            # Else it may be of gradients that were clipped.
+            self._loss_scale.record_norm(optimizers, norm, order)
         return norm
 
     def agree(self, turn: Turn, device: torch.device) -> Flags:
