@@ -43,8 +43,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
     """
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    work = Pass(True, Factor.TIMES, inv_scale, found_inf)
-    _run(torch.ops.ampfast.unscale_, work, grads, found_inf, inv_scale)
+    _run(torch.ops.ampfast.unscale_, Factor.TIMES, grads, found_inf, inv_scale)
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
@@ -59,7 +58,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         RuntimeError: As `unscale_`.
     """
     _require_scalars(found_inf=found_inf)
-    _run(torch.ops.ampfast.check_, Pass(False, Factor.NONE, None, found_inf), grads, found_inf)
+    _run(torch.ops.ampfast.check_, Factor.NONE, grads, found_inf)
 
 
 def grad_norm(
@@ -205,19 +204,19 @@ def _found(tensors: list[Tensor], writes: bool = False) -> core.Found:
     return core.Finder(backends.choose()).find_over(tensors, writes)
 
 
-def _run(op: Any, work: Pass, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
+def _run(op: Any, how: Factor, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
     """Runs a pass by kernels if they take the list as it is, else by a custom op.
 
-    Converting a list for an op takes longer than the kernel for a thousand small tensors. After the
-    op ranks agree on the flag if a gradient is distributed.
+    It writes if there is a factor. Converting a list for an op takes longer than the kernel for a
+    thousand small tensors. After the op ranks agree on the flag if a gradient is distributed.
     """
     if not torch.compiler.is_compiling() and isinstance(grads, (list, tuple)):
         kernels = backends.choose().kernels_for(found_inf.device)
         are_plain = all(core.is_scalar(each, torch.float32) for each in (found_inf, *factor))
         listed = core.list_of(grads, found_inf.device) if are_plain else None
         if listed is not None and kernels is not backends.TORCH_OPS:
-            kernels.run(listed, work)
-            if not work.write:
+            kernels.run(listed, Pass(bool(factor), how, *(factor or (None,)), found_inf))
+            if not factor:
                 torch.autograd.graph.increment_version(found_inf)
             return
     tensors, shards = _local(grads, found_inf)

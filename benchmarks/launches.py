@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampfast import _C, GradScaler, backends
+from ampfast import _C, GradScaler, Sigmas, backends
 from ampfast.backends.gpu import DeviceKernels
 
 from .steps import optimizer_over
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("Over a driver that does nothing: host time only, in microseconds, minima.\n")
     print(f"| kernels | calls | {' | '.join(f'{each:,} parameters' for each in PARAMETERS)} |")
     print(f"| --- | --- |{' --: |' * len(PARAMETERS)}")
-    for path in CALLS:
+    for path in (*CALLS, *(FEATURES if options.kernels != "torch" else ())):
         rounds, calls = options.rounds, options.calls
         times = [best(call_of(path, kind, count), rounds, calls) for count in PARAMETERS]
         print(f"| {name} | {path} | {' | '.join(f'{us:.1f}' for us in times)} |")
@@ -107,15 +107,22 @@ def prepare_cuda() -> tuple[str, ModuleType]:
 PREPARE = {"triton": prepare_triton, "cuda": prepare_cuda}
 
 
-UNSCALE, FUSED, CLIP = CALLS = (
+UNSCALE, FUSED, CLIP, DEFERRED = CALLS = (
     *("`unscale_` + `update`", "fused `step_and_update`", "clip + `step` + `update`"),
+    "deferred clip + fused `step` + `update`",
 )
+# The first of these calls with a feature, which torch's scaler lacks.
+FEATURES: dict[str, dict[str, Any]] = {
+    "`unscale_` + `update`, `skip_above=Sigmas(6)`": {"skip_above": Sigmas(6)},
+    '`unscale_` + `update`, `track="norms"`': {"track": "norms"},
+}
 
 
-def call_of(path: str, kind: Callable[[str], Any], count: int) -> Callable[[], None]:
+def call_of(path: str, kind: Callable[..., Any], count: int) -> Callable[[], None]:
     """Calls of a scaler of ours, or the nearest of torch's, over so many parameters."""
     gradients = [torch.ones(ELEMENTS) for _ in range(count)]
-    optimizer, scaler = optimizer_over(gradients, path == FUSED), kind("cpu")
+    optimizer = optimizer_over(gradients, path in (FUSED, DEFERRED))
+    scaler = kind("cpu", **FEATURES.get(path, {}))
     params, is_ours = optimizer.param_groups[0]["params"], isinstance(scaler, GradScaler)
     scaler.scale(torch.ones(()))
 
@@ -123,13 +130,13 @@ def call_of(path: str, kind: Callable[[str], Any], count: int) -> Callable[[], N
         if path == FUSED and is_ours:
             scaler.step_and_update(optimizer)
             return
-        if path == CLIP and is_ours:
-            scaler.clip_grad_norm_(optimizer, 1.0)
+        if path in (CLIP, DEFERRED) and is_ours:
+            scaler.clip_grad_norm_(optimizer, 1.0, in_place=path == CLIP)
         elif path != FUSED:
             scaler.unscale_(optimizer)
-        if path == CLIP and not is_ours:
+        if path in (CLIP, DEFERRED) and not is_ours:
             torch.nn.utils.clip_grad_norm_(params, 1.0)
-        if path != UNSCALE:
+        if path in (FUSED, CLIP, DEFERRED):
             scaler.step(optimizer)
         scaler.update()
 

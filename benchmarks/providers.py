@@ -167,7 +167,7 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         work = Pass(write, how, factor, s.found_inf, **more)
         # Of none on a CPU.
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            kernels._launcher.multi_tensor(work, table, segment, True)
+            kernels.launcher.multi_tensor(work, table, segment, True)
 
     def norm(table: core.DeviceTable, turn: int) -> Tensor:
         launch(table, False, inverse, s.scales[turn], sums=sums[0])

@@ -136,6 +136,13 @@ PyObject* call_clip_on(PyObject* const* args) {
   return nullptr;
 }
 
+// riding(pass, ending) -> the pass with that ending, as by `replaced`, which takes longer
+PyObject* riding(PyObject* const* args) {
+  auto made = std::make_shared<Pass>(object_of<Pass>(args[0]));
+  made->ending = py::reinterpret_borrow<py::object>(args[1]);
+  return py::cast(std::move(made)).release().ptr();
+}
+
 // update_on(launcher, update) -> True, with the scale and its tracker written
 PyObject* update_on(PyObject* const* args) {
   constexpr size_t kMostFlags = 4;  // of one launch
@@ -331,6 +338,7 @@ void bind_device_kernels(py::module_& m) {
   add_call<call_run_on, 3>(m, "run_on");
   add_call<call_clip_on, 2>(m, "clip_on");
   add_call<update_on, 2>(m, "update_on");
+  add_call<riding, 2>(m, "riding");
   add_call<triton_multi_tensor, 6>(m, "triton_multi_tensor");
   add_call<triton_update_scale, 2>(m, "triton_update_scale");
 }

@@ -261,15 +261,14 @@ bool Finder::share_memory(const std::vector<Term>& terms) const {
 
 // Unscales gradients that share memory, each as often as it is listed, as torch does.
 void Finder::unscale_first(std::vector<Term>& terms, Aim aim, const py::object& agreement) {
-  if (!std::exchange(warned_of_shared_memory, true)) {
-    of_python("ampfast.gradients", "warn_of_shared_memory")();
-  }
   const bool takes_fp16 = aim == Aim::kMeasure || allow_fp16;
   for (Term& term : terms) {
     if (term.use != Use::kAsTheyAre) {
       term.found = find(term.optimizer, reading(true, takes_fp16), true);
       term.found->require_unscalable();
-      term.found->require_writable();
+      if (aim != Aim::kStep) {
+        term.found->require_writable();
+      }
     }
   }
   for (Term& term : terms) {
@@ -536,6 +535,11 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
     if (aim == Aim::kMeasure) {
       kept.emplace(terms);
     }
+    // Norms that are only kept change nothing.
+    const bool matters = aim != Aim::kStep || py::tuple(rule)[0].cast<double>() != INFINITY;
+    if (matters && !std::exchange(warned_of_shared_memory, true)) {
+      of_python("ampfast.gradients", "warn_of_shared_memory")();
+    }
     unscale_first(terms, aim, agreement);
     defers = false;
   }
@@ -544,7 +548,9 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
       if (term.use != Use::kAsTheyAre) {
         term.found->require_unscalable();
       }
-      term.found->require_writable();
+      if (aim != Aim::kStep) {
+        term.found->require_writable();  // which autograd sees, as it sees a clip
+      }
     }
   }
   if (is_number && std::isinf(max_norm) && agreement.is_none() && is_scaled &&
@@ -633,7 +639,7 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
       if (is_one_launch) {
         pass.clip = clip;
         clip->coefficient = at::Tensor();
-      } else {
+      } else if (is_clip) {
         pass.coefficient = clip->coefficient;
       }
       Running how;  // overflows were marked as they were read
@@ -714,7 +720,7 @@ PyObject* call_run(PyObject* const* args) {
 }  // namespace
 
 void bind_found(py::module_& m) {
-  py::class_<Found, std::shared_ptr<Found>> found(m, "Found", py::is_final());
+  py::class_<Found, std::shared_ptr<Found>> found(m, "Found", made_here(), py::is_final());
   found.def("split", &Found::split)
       .def_property_readonly("groups", &Found::groups)
       .def_property_readonly("shards", [](const Found& self) { return self.walk.shards; })
@@ -729,7 +735,7 @@ void bind_found(py::module_& m) {
         return devices;
       });
   add_method<call_run, 4>(found, "run");
-  py::class_<Finder> finder(m, "Finder", py::is_final());
+  py::class_<Finder> finder(m, "Finder", made_by_python(), py::is_final());
   finder
       .def(py::init([](py::object choice) {
         Finder made;

@@ -202,6 +202,9 @@ struct Reading {
 // A tensor that may be written outside of inference mode, too; its values are not set.
 inline at::Tensor allocated(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const c10::InferenceMode usual(false);
+  if (options.device().is_cpu() && !options.pinned_memory() && !is_observed()) {
+    return at::detail::empty_cpu(sizes, c10::typeMetaToScalarType(options.dtype()));
+  }
   return at::empty(sizes, options);
 }
 

@@ -85,18 +85,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_cpu_capability", &cpu::set_capability);
   m.def("set_grain", &cpu::set_grain);
 
-  // pybind11 takes it for granted that an object gets memory, and that none is without its value.
-  const py::custom_type_setup made_here([](PyHeapTypeObject* type) {
-    type->ht_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
-    type->ht_type.tp_alloc = [](PyTypeObject* kind, Py_ssize_t count) {
-      PyObject* made = PyType_GenericAlloc(kind, count);
-      if (made == nullptr) {
-        throw py::error_already_set();
-      }
-      return made;
-    };
-  });
-  py::class_<GradList>(m, "GradList", made_here, py::is_final())
+  py::class_<GradList>(m, "GradList", made_here(), py::is_final())
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
                   py::arg("parameters") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
@@ -110,12 +99,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_device_kernels(m);
   bind_watch(m);
 
-  py::class_<Segment>(m, "Segment", made_here, py::is_final())
+  py::class_<Segment>(m, "Segment", made_here(), py::is_final())
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
       .def_readonly("first", &Segment::first);
-  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", made_here, py::is_final())
+  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", made_here(),
+                                                        py::is_final())
       .def_static("of", &table_of)
       .def_readonly("words", &DeviceTable::words)
       .def_readonly("partials", &DeviceTable::partials)

@@ -339,6 +339,8 @@ class NormHistories:
         """Returns the optimizer's history of a rule, on a device."""
         name = type(rule).__name__
         known = record.norms.get(name)
+        if type(known) is History and known.rule is rule and known.words.device == device:
+            return known
         if not isinstance(known, History) or not known.fits(rule, device):
             refuse_capture(f"the creation of the norms of {name}, which every replay would reset")
             if record.place is None:

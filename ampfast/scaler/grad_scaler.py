@@ -466,7 +466,8 @@ class GradScaler(TorchGradScaler):
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
         ending = None
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
-            self._checked_scale("step", optimizers[-1])
+            if self._scale is None or self._growth_tracker is None:
+                self._checked_scale("step", optimizers[-1])
             ending = self._loss_scale_update(but=optimizers[-1])
         try:
             for optimizer in optimizers[-1:]:
@@ -866,8 +867,8 @@ class GradScaler(TorchGradScaler):
 
     def _loss_scale_update(self, but: Any) -> Ending | None:
         """The update of the scale, for the last check of an iteration, that of one optimizer."""
-        scale, growth_tracker = self._check_scale_growth_tracker("step")
-        if not isinstance(self._kernels, DeviceKernels):
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None or not isinstance(self._kernels, DeviceKernels):
             return None
         others = self._passes.flags(self._per_optimizer_states, scale, but=id(but))
         flags = [moved(flag, scale.device) for flag in others] if others else []

@@ -1,4 +1,4 @@
-"""torch's errors for calls that come out of turn, with notes, and those of arguments."""
+"""torch's errors for calls that come out of turn, with notes, and errors of arguments."""
 
 from __future__ import annotations
 

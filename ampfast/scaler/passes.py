@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampfast.backends import Choice
-from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use
+from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use, riding
 from ampfast.backends.gpu import Ending
 from ampfast.backends.scalars import allocate, inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
@@ -103,7 +103,7 @@ class Passes:
         work, agreement = self._unscaling, None
         if turn.ending is not None:
             ending, turn.ending = turn.ending, None
-            work = work.replaced(ending=ending) if self._is_alone else work
+            work = riding(work, ending) if self._is_alone else work
         if not self._is_alone:
             agreement = turn.agreement = self._ranks.agreement(())
         self._finder.take(optimizer, turn, work, False, agreement)
@@ -118,7 +118,7 @@ class Passes:
             self._take_scale(scale)
         agreement = None if self._is_alone else self._ranks.agreement(())
         if ending is not None and agreement is None:
-            work = work.replaced(ending=ending)
+            work = riding(work, ending)
         flags: Flags = self._finder.take(optimizer, turn, work, True, agreement)
         return flags if turn.agreement is None else self.agree(turn, scale.device)
 

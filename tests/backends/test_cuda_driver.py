@@ -25,7 +25,7 @@ def failure(call, *arguments):
         print("None")
 
 one, tracker = torch.tensor(4.0), torch.zeros(1, dtype=torch.int32)
-update = (one, tracker, [torch.zeros(())], 2.0, 0.5, 3, None, None)
+update = _C.Update(one, tracker, [torch.zeros(())], 2.0, 0.5, 3)
 IMAGE = b"// PTX"
 def load(image=IMAGE):
     failure(_C.cuda_load_kernels, 0, image)

@@ -86,7 +86,7 @@ def test_norms_have_the_same_bits_on_every_grid(
             values = torch.randn(numel, generator=generator, device=device).to(dtype)
             tensors, seen = [values[1:], values[:7].clone(), values[:4096].clone()], []
             for programs in (0, 1, 2, 3, 131, 1_000, 4_096):
-                kernels._launcher.limit_programs(programs)
+                kernels.launcher.limit_programs(programs)
                 # Poisoned, since the last program must assign them.
                 sums = torch.full((2,), math.nan, dtype=torch.float64, device=device)
                 run_sums(kernels, grads_of(tensors), flag(0.1, device), is_scale=False, sums=sums)
@@ -96,7 +96,7 @@ def test_norms_have_the_same_bits_on_every_grid(
             exact = sum(float(each.double().mul(0.1).square().sum()) for each in tensors)
             assert seen[0][0] == pytest.approx(exact, rel=1e-5)
     finally:
-        kernels._launcher.limit_programs(0)
+        kernels.launcher.limit_programs(0)
 
 
 def test_marks_and_scales_are_those_of_the_models(backend: str, device: torch.device) -> None:
