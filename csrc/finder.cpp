@@ -480,7 +480,11 @@ class Kept {
     const py::error_scope kept;
     const at::NoGradGuard no_grad;
     for (auto each = grads_.rbegin(); each != grads_.rend(); ++each) {
-      each->first.attr("copy_")(each->second);
+      try {
+        each->first.attr("copy_")(each->second);
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("gradients that a norm puts back");
+      }
     }
   }
 
