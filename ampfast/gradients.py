@@ -80,11 +80,14 @@ class Record:
 
 
 class Records:
-    """The records of a scaler's optimizers, which are held by weak reference if they take one."""
+    """The records of a scaler's optimizers, which are held by weak reference if they take one.
+
+    Attributes:
+        known: Records by the id of an optimizer that lives.
+    """
 
     def __init__(self) -> None:
-        # By the id of an optimizer that lives.
-        self._records: dict[int, Record] = {}
+        self.known: dict[int, Record] = {}
         self._references: dict[int, list[Callable[[], object]]] = {}
 
     def __iter__(self) -> Iterator[tuple[Any, Record]]:
@@ -92,29 +95,11 @@ class Records:
         for key, references in list(self._references.items()):
             optimizer = references[0]()
             if optimizer is not None:
-                yield optimizer, self._records[key]
+                yield optimizer, self.known[key]
 
     def get(self, optimizer: object) -> Record | None:
         """Returns the record of an optimizer, if it had a turn."""
-        return self._records.get(id(optimizer))
-
-    def turn(self, optimizer: Any, turns: dict[int, dict[str, Any]]) -> Turn:
-        """Returns the turn of the optimizer in an iteration, which may begin with this call."""
-        key = id(optimizer)
-        turn, record = turns.get(key), self._records.get(key)
-        if record is None:
-            record = self.of(optimizer)
-        last = record.turn
-        if last is turn:
-            return last
-        if type(turn) is not Turn:
-            # Others put torch's plain dicts there.
-            given = {"stage": READY, "found_inf_per_device": {}} if turn is None else turn
-            turn = turns[key] = Turn(given)
-        taken: Turn = turn
-        taken.record, record.turn = record, taken
-        taken.last_flags = last["found_inf_per_device"] or last.last_flags
-        return taken
+        return self.known.get(id(optimizer))
 
     def in_iteration(self, turns: dict[int, dict[str, Any]]) -> list[tuple[Any, Turn]]:
         """Returns the optimizers that have these turns, and their turns."""
@@ -124,12 +109,12 @@ class Records:
     def of(self, optimizer: Any) -> Record:
         """Returns the record of an optimizer, which is made if there is none."""
         key = id(optimizer)
-        if key in self._records:
-            return self._records[key]
+        if key in self.known:
+            return self.known[key]
         record = Record(optimizer)
-        self._records[key] = record
+        self.known[key] = record
         # No Python code, in which an interrupt would be lost and with it the end of the record.
-        ends = [partial(each.pop, key) for each in (self._records, self._references)]
+        ends = [partial(each.pop, key) for each in (self.known, self._references)]
         try:
             self._references[key] = [weakref.ref(optimizer, end) for end in ends]
         except TypeError:

@@ -54,8 +54,8 @@ struct Finder {
   py::object rows_of(const Turn& turn, Found& found, bool measures);
   Running running(const py::object& rows) const { return {rows, words}; }
   Reading reading(bool writes, bool takes_fp16) const;
-  py::dict take(PyObject* optimizer, PyObject* turn, const Pass& pass, bool checks,
-                py::object agreement);
+  py::dict take(PyObject* optimizer, PyObject* turn, const Pass& pass, bool checks);
+  void agree(const Turn& turn);
   at::Tensor norm(const py::list& optimizers, const py::list& turns, const py::list& uses, Aim aim,
                   const py::object& limit, double order, const py::object& rule);
 
@@ -229,13 +229,15 @@ py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
   return rows;
 }
 
-py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, bool checks,
-                      py::object agreement) {
+py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, bool checks) {
   const Turn turn(object);
   const std::shared_ptr<Found> found =
       find(optimizer, reading(pass.write, checks || allow_fp16), /*coalesces=*/false);
+  py::object agreement = py::none();
   if (!found->walk.shards.is_none()) {
     agreement = found->walk.shards.attr("agreement")();
+  } else if (has_group) {
+    agreement = ranks.attr("agreement")(py::tuple());
   }
   Running how = running(rows_of(turn, *found, false));
   how.turn = checks ? nullptr : &turn;
@@ -247,8 +249,19 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   }
   if (!agreement.is_none()) {
     turn.set("agreement", agreement);
+    agree(turn);
   }
   return turn.flags();
+}
+
+// Until then the turn has the agreement: `step` or `update` retries a collective that failed.
+void Finder::agree(const Turn& turn) {
+  const py::object agreement = py::handle(turn.object()).attr("agreement");
+  py::list flags;
+  flags.append(turn.flags());
+  flags = agreement.attr("all_reduce")(flags, device_object(scale.device()));
+  turn.flags(py::dict(flags[0]));
+  turn.agreed();
 }
 
 bool Finder::share_memory(const std::vector<Term>& terms) const {
@@ -688,14 +701,17 @@ PyObject* call_find(PyObject* const* args) {
   return py::cast(found).release().ptr();
 }
 
-// finder.take(optimizer, turn, pass, checks, agreement) -> flags
+// finder.take(optimizer, turn, pass, checks) -> flags
 PyObject* call_take(PyObject* const* args) {
   auto& finder = object_of<Finder>(args[0]);
-  return finder
-      .take(args[1], args[2], object_of<Pass>(args[3]), args[4] == Py_True,
-            py::reinterpret_borrow<py::object>(args[5]))
-      .release()
-      .ptr();
+  const auto& pass = object_of<Pass>(args[3]);
+  return finder.take(args[1], args[2], pass, args[4] == Py_True).release().ptr();
+}
+
+// finder.agree(turn)
+PyObject* call_agree(PyObject* const* args) {
+  object_of<Finder>(args[0]).agree(Turn(args[1]));
+  return nullptr;
 }
 
 // finder.norm(optimizers, turns, uses, aim, limit, order, rule) -> norm
@@ -777,7 +793,8 @@ void bind_found(py::module_& m) {
         return self.sorted(walk_over(grads, self.reading(writes, true)), false);
       });
   add_method<call_find, 4>(finder, "find");
-  add_method<call_take, 5>(finder, "take");
+  add_method<call_take, 4>(finder, "take");
+  add_method<call_agree, 1>(finder, "agree");
   add_method<call_norm, 7>(finder, "norm");
 }
 

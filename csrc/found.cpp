@@ -81,7 +81,11 @@ void Turn::unscaled() const {
 
 void Turn::flags(const Flags& flags) const {
   const bool is_own = flags.size() == 1 && flags[0].second.is_same(flag_);
-  py::reinterpret_borrow<py::dict>(turn_)[kFlagsName] = is_own ? flags_ : dict_of(flags);
+  this->flags(is_own ? flags_ : dict_of(flags));
+}
+
+void Turn::flags(const py::dict& flags) const {
+  py::reinterpret_borrow<py::dict>(turn_)[kFlagsName] = flags;
 }
 
 py::dict Turn::flags() const {

@@ -47,6 +47,7 @@ class Turn {
   bool is_ready() const;
   void unscaled() const;
   void flags(const Flags& flags) const;
+  void flags(const py::dict& flags) const;
   py::dict flags() const;
   void agreed() const;  // ends what ranks have to agree on
   void set(const char* name, const py::object& value) const;

@@ -50,22 +50,10 @@ PyObject* can_update(PyObject* const* args) {
   return PyBool_FromLong(object_of<UpdateObject>(args[0]).known().has_value());
 }
 
-// new_update(scale, growth_tracker, found_infs, growth_factor, backoff_factor, growth_interval,
-// state, norm) -> Update, as its constructor, which takes as long as the rest of an update
-PyObject* new_update(PyObject* const* args) {
-  const auto object = [args](int i) { return py::reinterpret_borrow<py::object>(args[i]); };
-  auto made = std::make_shared<UpdateObject>(
-      UpdateObject{tensor_of(args[0]), tensor_of(args[1]), object(2), object(3), object(4),
-                   object(5), tensor_of(args[6]), tensor_of(args[7])});
-  return py::cast(std::move(made)).release().ptr();
-}
-
-// update(update) -> True, with the scale and its tracker written
-PyObject* update(PyObject* const* args) {
-  const auto& given = object_of<UpdateObject>(args[0]);
+bool update_on_cpu(const UpdateObject& given) {
   const std::optional<Update> update = given.known();
   if (!update || !given.scale.is_cpu()) {
-    return nullptr;
+    return false;
   }
   float sum = 0;  // as torch adds them
   for (const at::Tensor& flag : given.flags()) {
@@ -73,7 +61,102 @@ PyObject* update(PyObject* const* args) {
   }
   update_scale(*update, sum);
   given.scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
-  return Py_NewRef(Py_True);
+  return true;
+}
+
+// update(update) -> whether the scale and its tracker were written
+PyObject* update(PyObject* const* args) {
+  return PyBool_FromLong(update_on_cpu(object_of<UpdateObject>(args[0])));
+}
+
+// update_by(kernels, scale, growth_tracker, found_infs, growth_factor, backoff_factor,
+// growth_interval, state, norm) -> None, or an Update that the kernels left
+PyObject* update_by(PyObject* const* args) {
+  static PyObject* const core = py::module_::import("ampfast._C").release().ptr();
+  static const py::handle name = PyUnicode_InternFromString("update");
+  const auto object = [args](int i) { return py::reinterpret_borrow<py::object>(args[i]); };
+  UpdateObject given{tensor_of(args[1]), tensor_of(args[2]), object(3),
+                     object(4),          object(5),          object(6),
+                     tensor_of(args[7]), tensor_of(args[8])};
+  // Python's object takes longer to make than all the rest.
+  if (args[0] == core && update_on_cpu(given)) {
+    return nullptr;
+  }
+  py::object made = py::cast(std::make_shared<UpdateObject>(std::move(given)));
+  const bool is_done = args[0] != core && py::getattr(args[0], name)(made).cast<bool>();
+  return is_done ? nullptr : made.release().ptr();
+}
+
+// turn_of(records, turns, optimizer) -> the optimizer's turn in an iteration, which may begin here
+PyObject* turn_of(PyObject* const* args) {
+  static PyObject* const type = py::object(of_python("ampfast.gradients", "Turn")).release().ptr();
+  static PyObject* const known = PyUnicode_InternFromString("known");
+  static PyObject* const last_turn = PyUnicode_InternFromString("turn");
+  static PyObject* const its_record = PyUnicode_InternFromString("record");
+  static const py::handle flags = PyUnicode_InternFromString("found_inf_per_device");
+  static PyObject* const last_flags = PyUnicode_InternFromString("last_flags");
+  static const py::handle stage = PyUnicode_InternFromString("stage");
+  static PyObject* const ready =
+      py::object(of_python("ampfast.gradients", "READY")).release().ptr();
+  const auto key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[2]));
+  const py::dict records = py::getattr(args[0], known);
+  const auto turns = py::reinterpret_borrow<py::dict>(args[1]);
+  auto record =
+      py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(records.ptr(), key.ptr()));
+  if (!record) {
+    record = py::getattr(args[0], "of")(py::handle(args[2]));
+  }
+  const py::object last = py::getattr(record, last_turn);
+  auto turn = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turns.ptr(), key.ptr()));
+  if (turn && turn.is(last)) {
+    return turn.release().ptr();
+  }
+  if (!turn || Py_TYPE(turn.ptr()) != reinterpret_cast<PyTypeObject*>(type)) {
+    const py::dict made = py::handle(type)();
+    if (turn) {
+      made.attr("update")(turn);  // others put torch's plain dicts there
+    } else {
+      made[stage] = py::handle(ready);
+      made[flags] = py::dict();
+    }
+    turns[key] = made;
+    turn = made;
+  }
+  py::setattr(turn, its_record, record);
+  const py::object before = py::dict(last)[flags];
+  const bool is_checked = PyObject_IsTrue(before.ptr()) == 1;
+  py::setattr(turn, last_flags, is_checked ? before : py::getattr(last, last_flags));
+  py::setattr(record, last_turn, turn);
+  return turn.release().ptr();
+}
+
+// flags_of(turns, agree) -> the flags of an iteration; agree(turn) ends what ranks have to agree on
+PyObject* flags_of(PyObject* const* args) {
+  static PyObject* const agreement = PyUnicode_InternFromString("agreement");
+  static const py::handle name = PyUnicode_InternFromString("found_inf_per_device");
+  py::list found;
+  const auto turns = py::reinterpret_steal<py::list>(PyDict_Values(args[0]));
+  for (const py::handle turn : turns) {
+    if (!PyDict_CheckExact(turn.ptr()) && !py::getattr(turn, agreement, py::none()).is_none()) {
+      py::handle(args[1])(turn);
+    }
+    for (const py::handle flag : py::handle(turn)[name].attr("values")()) {
+      found.append(flag);
+    }
+  }
+  return found.release().ptr();
+}
+
+// states_flag(optimizer) -> whether it, or its class, says that it takes grad_scale
+PyObject* states_flag(PyObject* const* args) {
+  static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
+  bool states = _PyType_Lookup(Py_TYPE(args[0]), flag) != nullptr;
+  if (!states) {
+    const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+    PyErr_Clear();  // it may have no __dict__
+    states = own && PyDict_GetItemWithError(own.ptr(), flag) != nullptr;
+  }
+  return PyBool_FromLong(states);
 }
 
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
@@ -149,8 +232,11 @@ void bind_steps(py::module_& m) {
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
-  add_call<new_update, 8>(m, "new_update");
   add_call<update, 1>(m, "update");
+  add_call<update_by, 9>(m, "update_by");
+  add_call<turn_of, 3>(m, "turn_of");
+  add_call<flags_of, 2>(m, "flags_of");
+  add_call<states_flag, 1>(m, "states_flag");
 }
 
 }  // namespace ampfast

@@ -15,7 +15,15 @@ from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, distributed
 from ampfast.backends import cuda_graphs, scalars
-from ampfast.backends.core import Factor, Pass, is_found, overrides
+from ampfast.backends.core import (
+    Factor,
+    Pass,
+    flags_of,
+    is_found,
+    overrides,
+    states_flag,
+    turn_of,
+)
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import moved, new_flag
@@ -335,7 +343,7 @@ class GradScaler(TorchGradScaler):
         scale = self._scale
         if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("unscale_", optimizer)
-        turn = self._records.turn(optimizer, self._per_optimizer_states)
+        turn = turn_of(self._records, self._per_optimizer_states, optimizer)
         if turn["stage"] is not READY:
             out_of_turn.require_ready(turn, "clip_grad_norm_() unscales, too.", optimizer)
         try:
@@ -376,11 +384,11 @@ class GradScaler(TorchGradScaler):
             if overridden and not self._is_guard:
                 return torchs_step(self, optimizer, args, kwargs)
             scale = self._checked_scale("step", optimizer)
-        passes, turn = self._passes, self._records.turn(optimizer, self._per_optimizer_states)
+        turn, passes = turn_of(self._records, self._per_optimizer_states, optimizer), self._passes
         if turn["stage"] is STEPPED:
             raise out_of_turn.stepped("step() has already been called since the last update().")
         if turn.agreement is not None and turn["stage"] is not READY:
-            passes.agree(turn, scale.device)  # retries a collective that failed
+            passes.agree(turn)  # retries a collective that failed
         was_late = turn.is_late
         if was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
@@ -388,7 +396,9 @@ class GradScaler(TorchGradScaler):
             if overridden:
                 result = step_hooked(self, optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
-            elif divides_by_itself(optimizer, turn.record) or turn.divisor is not None:
+            elif turn.divisor is not None or (
+                states_flag(optimizer) and divides_by_itself(optimizer, turn.record)
+            ):
                 launches = isinstance(self._kernels, DeviceKernels)
                 given = (passes, optimizer, turn, scale, launches)
                 result = step_fused(self, *given, args, kwargs)
@@ -436,7 +446,7 @@ class GradScaler(TorchGradScaler):
             raise out_of_turn.nothing_checked()
         if scale is None or growth_tracker is None or overrides(self, _HOOKS):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags = self._passes.flags(self._per_optimizer_states, scale)
+        flags = flags_of(self._per_optimizer_states, self._passes.agree)
         if not flags:
             if not (self._is_guard and self._per_optimizer_states):
                 raise out_of_turn.nothing_checked()
@@ -464,7 +474,7 @@ class GradScaler(TorchGradScaler):
         """
         out_of_turn.require_one_by_one(optimizers)
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
-        ending = None
+        ending, turns = None, self._per_optimizer_states
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
             if self._scale is None or self._growth_tracker is None:
                 self._checked_scale("step", optimizers[-1])
@@ -472,11 +482,11 @@ class GradScaler(TorchGradScaler):
         try:
             for optimizer in optimizers[-1:]:
                 if ending is not None:
-                    self._records.turn(optimizer, self._per_optimizer_states).ending = ending
+                    turn_of(self._records, turns, optimizer).ending = ending
                 results.append(self.step(optimizer))
         except BaseException:
             if ending is not None:
-                self._records.turn(optimizers[-1], self._per_optimizer_states).ending = None
+                turn_of(self._records, turns, optimizers[-1]).ending = None
                 ending.undo()
             raise
         if ending is not None and ending.applied:
@@ -536,7 +546,7 @@ class GradScaler(TorchGradScaler):
         given = (optimizer, max_norm, norm_type, in_place, above)
         optimizers, limit, order, highest = global_norm.clip_arguments(*given)
         if not self._enabled:
-            turns = [self._records.turn(each, {}) for each in optimizers]
+            turns = [turn_of(self._records, {}, each) for each in optimizers]
             return self._passes.clip(optimizers, turns, None, limit, order, None)
         scale, overridden = self._scale, overrides(self, _HOOKS)
         if scale is None or self._growth_tracker is None or overridden:
@@ -548,7 +558,7 @@ class GradScaler(TorchGradScaler):
         defers = None
         if not in_place:
             defers = [can_defer(each, records.of(each), overridden) for each in optimizers]
-        turns = [records.turn(each, states) for each in optimizers]
+        turns = [turn_of(records, states, each) for each in optimizers]
         if highest is not None:
             self._skip_log.rule = highest
         if overridden:
@@ -817,7 +827,7 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not pass it
-        turn = self._records.turn(optimizer, self._per_optimizer_states)
+        turn = turn_of(self._records, self._per_optimizer_states, optimizer)
         given = (optimizer, turn, inv_scale, found_inf, allow_fp16)
         scale = self._get_scale_async() if self._track is not None else None
         return self._passes.run_hook(*given, scale)
@@ -825,10 +835,10 @@ class GradScaler(TorchGradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         if overrides(self, _HOOKS):
             TorchGradScaler._check_inf_per_device(self, optimizer)
-            turn = self._records.turn(optimizer, self._per_optimizer_states)
+            turn = turn_of(self._records, self._per_optimizer_states, optimizer)
             return self._passes.agree_beside_hooks(optimizer, turn, self._scale)
         scale = self._checked_scale("_check_inf_per_device", optimizer)
-        turn = self._records.turn(optimizer, self._per_optimizer_states)
+        turn = turn_of(self._records, self._per_optimizer_states, optimizer)
         return self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
 
     def _maybe_opt_step(
@@ -870,8 +880,8 @@ class GradScaler(TorchGradScaler):
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or not isinstance(self._kernels, DeviceKernels):
             return None
-        others = self._passes.flags(self._per_optimizer_states, scale, but=id(but))
-        flags = [moved(flag, scale.device) for flag in others] if others else []
+        others = {k: turn for k, turn in self._per_optimizer_states.items() if k != id(but)}
+        flags = [moved(flag, scale.device) for flag in flags_of(others, self._passes.agree)]
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         given = (scale, growth_tracker, flags, factors)
         return self._loss_scale.ending(*given, self._kernels)
@@ -886,7 +896,7 @@ class GradScaler(TorchGradScaler):
         scale, tracker = self._scale, self._growth_tracker
         before = None if scale is None else scale.detach().to(torch.float32, copy=True)
         turns = self._per_optimizer_states
-        flags = [] if scale is None else self._passes.flags(turns, scale)
+        flags = [] if scale is None else flags_of(turns, self._passes.agree)
         super().update(new_scale)
         is_step = False
         if before is not None and tracker is not None and flags:
@@ -899,7 +909,7 @@ class GradScaler(TorchGradScaler):
         """Ends an iteration, which counts as a step unless the caller only set the scale."""
         self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
-        loss_scale.norms = {}
+        loss_scale.norms = []
         if self._skip_above is not None and is_step:
             self._norm_histories.end_iteration()
         if is_step:

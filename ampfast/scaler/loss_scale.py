@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Kernels, aten, scalars
-from ampfast.backends.core import Update, new_update
+from ampfast.backends.core import Update, update_by
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.gpu import DeviceKernels, Ending
@@ -112,13 +111,13 @@ class LossScale:
     Attributes:
         limits: Limits and hysteresis.
         words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
-        norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
+        norms: Ids of optimizers, their joint norm and its order, as measured in this iteration.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.words: Tensor | None = None
-        self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
+        self.norms: list[tuple[frozenset[int], Tensor, float]] = []
         # What was loaded before there are words.
         self._tolerated = 0
 
@@ -151,16 +150,20 @@ class LossScale:
             factors: Growth factor, backoff factor and growth interval; any real numbers.
             kernels: Kernels for that device.
         """
-        norm = self.joint_norm(scale.device) if self.norms else None
+        norms = self.norms
+        norm = norms[0][1] if norms else None
+        if len(norms) > 1:
+            norm = self._joint_norm(scale.device)
         words = self.words_on(scale.device) if self.words is None else self.words
-        update = new_update(scale, growth_tracker, found_infs, *factors, words, norm)
-        # The first try is declined where a flag is on another device or a factor is no float.
-        if not kernels.update(update):
+        given = (kernels, scale, growth_tracker, found_infs, *factors, words, norm)
+        # The first try is declined where a tensor is on another device or a factor is no float.
+        update = update_by(*given)
+        if update is not None:
             update.found_infs = [scalars.moved(flag, scale.device) for flag in found_infs]
-            update.state, numbers = self.words_on(scale.device), _factors(factors)
-            given = update if numbers is None else _by(update, numbers)
-            if numbers is None or not kernels.update(given):
-                aten.update(update, self.limits, bool(self.norms))
+            update.state, update.norm = self.words_on(scale.device), self._joint_norm(scale.device)
+            numbers = _factors(factors)
+            if numbers is None or not kernels.update(_by(update, numbers)):
+                aten.update(update, self.limits, bool(norms))
 
     def ending(
         self,
@@ -175,33 +178,21 @@ class LossScale:
         numbers = factors if is_known else _factors(factors)
         if numbers is None:
             return None
-        words, norm = self.words, self.joint_norm(scale.device) if self.norms else None
-        if words is None or words.device != scale.device:
-            words = self.words_on(scale.device)
-        growth, backoff, interval = numbers
-        given = (scale, growth_tracker, found_infs, growth, backoff, interval, words, norm)
-        return kernels.ending(new_update(*given))
+        given = (scale, growth_tracker, found_infs, *numbers, self.words_on(scale.device))
+        return kernels.ending(Update(*given, self._joint_norm(scale.device)))
 
-    def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
-        """Records the joint norm of these optimizers' gradients for the history.
+    def _joint_norm(self, device: torch.device) -> Tensor | None:
+        """The joint norm of this iteration, or None if there is none or their orders differ.
 
-        It replaces norms of subsets, unless one of a superset is recorded.
+        A norm replaces those before of subsets of its optimizers, and is none of a superset's.
         """
-        ids = frozenset(map(id, optimizers))
-        if not self.norms:
-            self.norms = {ids: (norm, order)}
-            return
-        if not any(ids < others for others in self.norms):
-            kept = {others: entry for others, entry in self.norms.items() if not ids & others}
-            self.norms = {**kept, ids: (norm, order)}
-
-    def joint_norm(self, device: torch.device) -> Tensor | None:
-        """Returns the joint norm of this iteration's norms, or None if their orders differ."""
-        norms = list(self.norms.values())
+        found: dict[frozenset[int], tuple[Tensor, float]] = {}
+        for ids, norm, order in self.norms:
+            if not any(ids < others for others in found):
+                found = {each: known for each, known in found.items() if not ids & each}
+                found[ids] = norm, order
+        norms = list(found.values())
         if len(norms) == 1:
-            norm = norms[0][0]
-            if norm.dtype is torch.float32 and norm.device == device:
-                return norm
             return scalars.moved(norms[0][0].detach(), device).float().reshape(())
         if not norms or any(order != norms[0][1] for _, order in norms):
             return None
@@ -251,7 +242,7 @@ class LossScale:
             self.words[layout.CONSECUTIVE_SKIPS] = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "norms": {}}
+        state = {**self.__dict__, "norms": []}
         if self.words is not None:
             # As numbers, since a pickled tensor would be shared with other processes.
             words = self.words.tolist()

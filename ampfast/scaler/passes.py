@@ -43,6 +43,7 @@ class Passes:
         skip_above: The largest norm of a step that is taken, or None.
 
     Attributes:
+        agree: Gives a turn, which has an agreement until then, the flags of all ranks.
         is_guard: As above.
         skip_limit: `skip_above`, or infinity where norms are only kept.
     """
@@ -67,6 +68,7 @@ class Passes:
         self._scale: Tensor | None = None
         self._unscaling = self._dividing = Pass(False, Factor.NONE)
         self._finder = finder = Finder(choice)
+        self.agree = finder.agree
         finder.ranks, finder.tracking, finder.keeps_norms = ranks, tracking, keeps_norms
         finder.has_group, finder.allow_fp16 = not ranks.is_alone, allow_fp16
 
@@ -100,27 +102,18 @@ class Passes:
         if self.skip_limit is not None:
             self._measure_step(self.skip_limit, optimizer, turn, scale, _SCALED)
             return
-        work, agreement = self._unscaling, None
+        work = self._unscaling
         if turn.ending is not None:
             ending, turn.ending = turn.ending, None
             work = riding(work, ending) if self._is_alone else work
-        if not self._is_alone:
-            agreement = turn.agreement = self._ranks.agreement(())
-        self._finder.take(optimizer, turn, work, False, agreement)
-        if turn.agreement is not None:
-            self.agree(turn, scale.device)
+        self._finder.take(optimizer, turn, work, False)
 
-    def check(
-        self, optimizer: Any, turn: Turn, work: Pass, scale: Tensor, ending: Ending | None = None
-    ) -> Flags:
+    def check(self, optimizer: Any, turn: Turn, work: Pass, scale: Tensor) -> Flags:
         """Runs a pass that only reads, also float16 gradients; the stage of the turn stays."""
         if self._scale is not scale:
             self._take_scale(scale)
-        agreement = None if self._is_alone else self._ranks.agreement(())
-        if ending is not None and agreement is None:
-            work = riding(work, ending)
-        flags: Flags = self._finder.take(optimizer, turn, work, True, agreement)
-        return flags if turn.agreement is None else self.agree(turn, scale.device)
+        flags: Flags = self._finder.take(optimizer, turn, work, True)
+        return flags
 
     def check_by_scale(self, optimizer: Any, turn: Turn, scale: Tensor, ends: bool) -> Any:
         """Checks still scaled gradients; returns the scale by which the optimizer divides them.
@@ -139,10 +132,11 @@ class Passes:
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
-        ending = None
+        work, ending = self._dividing, None
         if ends and scale.dtype is torch.float32:
             ending, turn.ending = turn.ending or Ending(None, scale), None
-        flags = self.check(optimizer, turn, self._dividing, scale, ending)
+            work = riding(work, ending) if self._is_alone else work
+        flags: Flags = self._finder.take(optimizer, turn, work, True)
         turn["found_inf_per_device"] = joint_flags(before, flags) if before else flags
         return ending.divisor if ending is not None and ending.applied else scale.clone()
 
@@ -197,27 +191,16 @@ class Passes:
         norm: Tensor = self._finder.norm(*given)
         if scale is not None and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
-            self._loss_scale.record_norm(optimizers, norm, order)
+            self._loss_scale.norms.append((frozenset(map(id, optimizers)), norm, order))
         return norm
-
-    def agree(self, turn: Turn, device: torch.device) -> Flags:
-        """Gives a turn the flags of all ranks.
-
-        Until then it has the agreement: `step` or `update` retries a collective that failed.
-        """
-        agreement: Any = turn.agreement
-        (flags,) = agreement.all_reduce([turn["found_inf_per_device"]], device)
-        turn["found_inf_per_device"] = flags
-        turn.agreement = None
-        return flags  # type: ignore[no-any-return]
 
     def agree_beside_hooks(self, optimizer: Any, turn: Turn, scale: Tensor | None) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""
-        agreement = self._ranks.agreement_on(optimizer)
+        turn.agreement = self._ranks.agreement_on(optimizer)
+        if turn.agreement is not None and scale is not None:
+            self._know(scale)
+            self.agree(turn)
         flags: Flags = turn["found_inf_per_device"]
-        if agreement is not None and scale is not None:
-            turn.agreement = agreement
-            flags = self.agree(turn, scale.device)
         return flags
 
     def run_hook(
@@ -237,15 +220,6 @@ class Passes:
         rows = self._finder.rows_of(turn, found)
         words = None if rows is None else self._loss_scale.words
         flags: Flags = found.run(work, rows, words, False)
-        return flags
-
-    def flags(self, turns: dict[int, Any], scale: Tensor, but: int | None = None) -> list[Tensor]:
-        """The found_inf tensors of an iteration, on which ranks agree, but one optimizer's."""
-        flags: list[Tensor] = []
-        for key, turn in turns.items():
-            if type(turn) is Turn and turn.agreement is not None:
-                self.agree(turn, scale.device)
-            flags += turn["found_inf_per_device"].values() if key != but else ()
         return flags
 
     def _measure_step(
@@ -274,7 +248,7 @@ class Passes:
             rule = highest, None
         norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, limit, order, rule)
         if scale is not None:
-            self._loss_scale.record_norm(optimizers, norm, order)
+            self._loss_scale.norms.append((frozenset(map(id, optimizers)), norm, order))
         if rule is not None:
             for turn in turns:
                 turn.may_spike = True
