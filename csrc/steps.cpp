@@ -28,21 +28,33 @@ PyObject* clip(PyObject* const* args) {
   return nullptr;
 }
 
-// is_found(flags) -> bool, as torch adds flags on the CPU
-PyObject* is_found(PyObject* const* args) {
-  if (!PyDict_CheckExact(args[0])) {
-    return nullptr;
+// Whether one of these flags is set, as torch adds them; nothing where one is not on the CPU.
+std::optional<bool> found_on_cpu(PyObject* flags) {
+  if (!PyDict_CheckExact(flags)) {
+    return std::nullopt;
   }
   double sum = 0;  // of Python's floats
   PyObject *key = nullptr, *flag = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(args[0], &place, &key, &flag) != 0;) {
+  for (Py_ssize_t place = 0; PyDict_Next(flags, &place, &key, &flag) != 0;) {
     const at::Tensor* tensor = scalar_of(flag, at::kFloat);
     if (tensor == nullptr) {
-      return nullptr;
+      return std::nullopt;
     }
     sum += *tensor->const_data_ptr<float>();
   }
-  return PyBool_FromLong(sum != 0);
+  return sum != 0;
+}
+
+// is_found(flags) -> bool, or None
+PyObject* is_found(PyObject* const* args) {
+  const std::optional<bool> found = found_on_cpu(args[0]);
+  return found ? PyBool_FromLong(static_cast<long>(*found)) : nullptr;
+}
+
+// flag_of(flags) -> a new flag, 0 or 1, or None
+PyObject* flag_of(PyObject* const* args) {
+  const std::optional<bool> found = found_on_cpu(args[0]);
+  return found ? wrapped(new_scalar<float>(*found ? 1 : 0)).release().ptr() : nullptr;
 }
 
 // can_update(update) -> whether kernels know its tensors and numbers exactly
@@ -133,14 +145,15 @@ PyObject* turn_of(PyObject* const* args) {
 // flags_of(turns, agree) -> the flags of an iteration; agree(turn) ends what ranks have to agree on
 PyObject* flags_of(PyObject* const* args) {
   static PyObject* const agreement = PyUnicode_InternFromString("agreement");
+  const py::handle agree = args[1];
   static const py::handle name = PyUnicode_InternFromString("found_inf_per_device");
   py::list found;
   const auto turns = py::reinterpret_steal<py::list>(PyDict_Values(args[0]));
   for (const py::handle turn : turns) {
     if (!PyDict_CheckExact(turn.ptr()) && !py::getattr(turn, agreement, py::none()).is_none()) {
-      py::handle(args[1])(turn);
+      agree(turn);
     }
-    for (const py::handle flag : py::handle(turn)[name].attr("values")()) {
+    for (const py::handle flag : turn[name].attr("values")()) {
       found.append(flag);
     }
   }
@@ -228,6 +241,7 @@ void bind_steps(py::module_& m) {
   add_call<run, 2>(m, "run");
   add_call<clip, 1>(m, "clip");
   add_call<is_found, 1>(m, "is_found");
+  add_call<flag_of, 1>(m, "flag_of");
   add_call<kinds_of, 1>(m, "kinds_of");
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");

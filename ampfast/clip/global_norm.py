@@ -62,8 +62,6 @@ class NormTerm:
 
 def order_of(norm_type: object) -> float:
     """Returns the order of a norm as a float; raises for invalid ones."""
-    if type(norm_type) is float and norm_type > 0:
-        return norm_type
     if isinstance(norm_type, str):
         order = math.inf if norm_type == "inf" else math.nan
     else:
@@ -214,13 +212,18 @@ def clip_arguments(
     optimizer: object, max_norm: Any, norm_type: object, in_place: object, skip_above: Any
 ) -> tuple[list[Any], float | ClipLimit, float, float | Sigmas | None]:
     """Returns the optimizers of a clip, its limit and order, and the largest norm of a step."""
-    order = order_of(norm_type)
+    # What is most usual needs no frame of Python, each of which is cold in a training loop.
+    is_usual = type(norm_type) is float and norm_type > 0
+    order: Any = norm_type if is_usual else order_of(norm_type)
     if type(max_norm) is not float or not max_norm >= 0:
         max_norm = clip_limit_of(max_norm)
-    highest = skip_above if skip_above is None else skip_limit_of(skip_above)
+    highest = skip_above
+    if skip_above is not None and type(skip_above) is not Sigmas:
+        highest = skip_limit_of(skip_above)
     if not isinstance(in_place, bool):
         raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
-    return optimizers_of(optimizer), max_norm, order, highest
+    is_one = hasattr(optimizer, "param_groups") and not isinstance(optimizer, (list, tuple))
+    return [optimizer] if is_one else optimizers_of(optimizer), max_norm, order, highest
 
 
 def optimizers_of(optimizer: object) -> list[Any]:
@@ -255,7 +258,8 @@ def can_defer(optimizer: Any, record: Record, overridden: bool) -> bool:
         return False
     if takes_grad_scaler(optimizer.step):
         return False
-    refuse_own_grad_scale(optimizer)
+    if hasattr(optimizer, "grad_scale"):
+        raise own_grad_scale(optimizer)
     if overridden:
         raise ValueError(
             "in_place=False would bypass this scaler's override of unscale_, _unscale_grads_ or "
@@ -264,10 +268,9 @@ def can_defer(optimizer: Any, record: Record, overridden: bool) -> bool:
     return True
 
 
-def refuse_own_grad_scale(optimizer: object) -> None:
-    """Raises ValueError if the user set the `grad_scale` by which the optimizer is to clip."""
-    if hasattr(optimizer, "grad_scale"):
-        raise ValueError(
-            f"in_place=False sets the grad_scale of {type(optimizer).__name__}, which has one "
-            "already: delete it, or use in_place=True"
-        )
+def own_grad_scale(optimizer: object) -> ValueError:
+    """Returns the error for an optimizer whose user set what is to clip in its step."""
+    return ValueError(
+        f"in_place=False sets the grad_scale of {type(optimizer).__name__}, which has one already: "
+        "delete it, or use in_place=True"
+    )

@@ -255,7 +255,7 @@ class History:
         words = words + [unknown] * (self.words.numel() - len(words))
         here = scalars.allocate(torch.tensor, words, dtype=self.words.dtype, device="cpu")
         self.words.copy_(here)
-        self._warned, self._copies = self._events(words), scalars.HostCopies()
+        self._most, self._copies = self._most_after(words), scalars.HostCopies()
 
     def follow(self, clip: Clip, found_inf: Tensor | None) -> None:
         """Decides a clip by the limit of its norm, which joins these; no host sync."""
@@ -272,25 +272,29 @@ class History:
 
     def check(self) -> None:
         """Warns of a restart or of many clips; on a GPU from a copy that has arrived."""
-        if is_capturing():
+        if torch.cuda.is_initialized() and is_capturing():
             self.is_captured = True
             return
-        header, self._clips = self._header, self._clips + 1
-        # Of other devices every copy waits.
-        if self._clips % _CLIPS_PER_COPY == 0 if header.is_cuda else header.is_cpu:
-            self._warn(self._copies.latest(header))
+        header: list[float] | None = None
+        self._clips += 1
+        if self._header.is_cpu:
+            header = self._header.tolist()
+        elif self._header.is_cuda and self._clips % _CLIPS_PER_COPY == 0:
+            header = self._copies.latest(self._header)  # of other devices every copy waits
+        if header is not None and header[norm_layout.RESTARTS] > self._most:
+            self._warn(header)
 
-    def _events(self, header: list[float]) -> float:
-        """Number of restarts of `Sigmas`; of `ZScore` whether there are many clips in a row."""
+    def _most_after(self, header: list[float]) -> float:
+        """The restarts of `Sigmas`, or the clips of `ZScore` in a row, above which it warns."""
         word = header[norm_layout.RESTARTS]
-        return word if isinstance(self.rule, Sigmas) else float(word >= _MANY_CLIPS)
+        if isinstance(self.rule, Sigmas):
+            return word
+        return _MANY_CLIPS - 1 if isinstance(self.rule, ZScore) and word < _MANY_CLIPS else math.inf
 
-    def _warn(self, header: list[float] | None) -> None:
-        if header is None or isinstance(self.rule, Percentile):
-            return
-        if (events := self._events(header)) > self._warned:
-            self._warned = events
-            warn_caller(self.rule._warning)
+    def _warn(self, header: list[float]) -> None:
+        if header[norm_layout.RESTARTS] > self._most:
+            self._most = self._most_after(header)
+            warn_caller(self.rule._warning)  # type: ignore[union-attr]
 
 
 def set_coefficient(clip: Clip, limit: Tensor) -> None:
@@ -326,20 +330,24 @@ class NormHistories:
     Args:
         records: The records of the optimizers, which have their histories.
         saved: What `saved` returned, for optimizers yet to come.
+
+    Attributes:
+        is_compared: Whether a norm was compared with a limit in this iteration.
     """
 
     def __init__(self, records: Records, saved: Iterable[Saved] = ()) -> None:
         self._records = records
         # Of a checkpoint or a pickle, by place, for optimizers yet to come.
         self._loaded = dict(enumerate(map(dict, saved)))
-        # Whether a norm was compared in this iteration, and whether to warn if none was.
-        self._is_compared, self._warns = False, True
+        # Whether to warn if no norm was compared in an iteration.
+        self.is_compared, self._warns = False, True
 
     def of(self, record: Record, rule: Sigmas | ClipLimit, device: torch.device) -> History:
         """Returns the optimizer's history of a rule, on a device."""
         name = type(rule).__name__
         known = record.norms.get(name)
-        if type(known) is History and known.rule is rule and known.words.device == device:
+        is_known = type(known) is History and known.words.device == device
+        if is_known and (known.rule is rule or known.rule == rule):
             return known
         if not isinstance(known, History) or not known.fits(rule, device):
             refuse_capture(f"the creation of the norms of {name}, which every replay would reset")
@@ -353,22 +361,16 @@ class NormHistories:
             known.rule = rule
         return known
 
-    def compared(self, history: History | None) -> None:
-        """Ends a clip that has compared the norm with a limit, of a history or a number."""
-        self._is_compared = True
-        if history is not None:
-            history.check()
-
     def end_iteration(self) -> None:
         """Ends an iteration with a default limit; warns once if no norm was compared with it."""
-        if self._warns and not self._is_compared:
+        if self._warns and not self.is_compared:
             self._warns = False
             warn_caller(
                 "skip_above had no effect: since the last update() no gradient norm was compared "
                 "with it. Where a method of the scaler is overridden, or an optimizer's step takes "
                 "grad_scaler, only scaler.clip_grad_norm_ compares."
             )
-        self._is_compared = False
+        self.is_compared = False
 
     def window(self, optimizer: Any = None) -> list[float]:
         """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""

@@ -72,15 +72,15 @@ def clip_grad_norm_(
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, GeneratorType):
         warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
-    given = _numbers(norm_type, max_norm)
-    found = None if given is None else _found(listed)
+    given, finder = _numbers(norm_type, max_norm), Finder(backends.choose())
+    found = None if given is None else _found(finder, listed)
     dtype = None if found is None else found.dtype
     if given is not None and given[0] == math.inf and _refuses(listed):
         found = None
     clipped = None
     if found is not None and given is not None and dtype is not None:
         try:
-            clipped = _clipped(found, dtype, *given, error_if_nonfinite)
+            clipped = _clipped(finder, found, dtype, *given, error_if_nonfinite)
         except RuntimeError:
             if error_if_nonfinite or not is_capturing():
                 raise
@@ -168,7 +168,8 @@ def clip_grads_with_norm_(
     given = _numbers(2.0, max_norm)
     is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
     is_plain = is_plain and total_norm.is_floating_point()
-    found = _found(listed) if given is not None and is_plain else None
+    is_known = given is not None and is_plain
+    found = _found(Finder(backends.choose()), listed) if is_known else None
     if given is None or found is None or found.dtype is None:
         torch_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
     else:
@@ -203,21 +204,26 @@ def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | 
     return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
 
 
-def _found(params: list[Tensor]) -> core.Found | None:
+def _found(finder: Finder, params: list[Tensor]) -> core.Found | None:
     """The gradients of parameters, about to be written; None if torch's function refuses them."""
     try:
-        return Finder(backends.choose()).find_in([{"params": params}], True, True)
+        return finder.find_in([{"params": params}], True, True)
     except (RuntimeError, AssertionError):
         return None
 
 
 def _clipped(
-    found: core.Found, dtype: torch.dtype, order: float, limit: float, raises: bool
+    finder: Finder,
+    found: core.Found,
+    dtype: torch.dtype,
+    order: float,
+    limit: float,
+    raises: bool,
 ) -> Tensor:
     """Norm of gradients, which are clipped; if it `raises`, they are measured before."""
     if not raises:
         given = ([found], [Turn()], _USES, _CLIP, limit, order, None)
-        norm: Tensor = Finder(backends.choose()).norm(*given)
+        norm: Tensor = finder.norm(*given)
         return norm if dtype in _WIDE else norm.to(dtype)
     _, [sums] = found.run(Pass(False, Factor.NONE), None, None, True)
     [device] = found.devices

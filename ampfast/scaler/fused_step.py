@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, is_found
+from ampfast.backends.core import Factor, Pass, flag_of
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.clip import global_norm
 from ampfast.gradients import READY, UNSCALED, Turn, new_turn
@@ -30,7 +30,8 @@ def step_fused(
 
     Its gradients are only read before. `launches`: kernels that are launched may copy the scale.
     """
-    if takes_grad_scaler(optimizer.step):
+    # Whose step is to clip does not.
+    if turn.divisor is None and takes_grad_scaler(optimizer.step):
         return legacy_step(optimizer, scaler, args, kwargs)
     found_inf, grad_scale = _found_by_division(passes, optimizer, turn, scale, launches)
     flags = turn["found_inf_per_device"]
@@ -73,7 +74,8 @@ def _found_by_division(
     is_unscaled, is_new = turn["stage"] is UNSCALED, False
     deferred = turn.divisor
     if deferred is not None:
-        global_norm.refuse_own_grad_scale(optimizer)
+        if hasattr(optimizer, "grad_scale"):
+            raise global_norm.own_grad_scale(optimizer)
         grad_scale: Any = deferred.clone()
     elif is_unscaled:
         grad_scale = getattr(optimizer, "grad_scale", None)
@@ -100,8 +102,7 @@ def _found_by_division(
         return flag if is_torchs else flag.clone(), grad_scale
     # A spike's flag is 1 for torch's fused optimizers. Nothing checked is 0, as torch's sum over
     # nothing.
-    on_cpu = is_found(flags) if scale.is_cpu else None
-    if on_cpu is not None and flags:
-        new = scalars.allocate(torch.full, (), float(on_cpu), dtype=torch.float32, device="cpu")
-        return new, grad_scale
+    on_cpu = flag_of(flags) if scale.is_cpu and flags else None
+    if on_cpu is not None:
+        return on_cpu, grad_scale
     return scalars.any_found(flags.values(), scale.device) if flags else 0, grad_scale

@@ -474,10 +474,11 @@ class GradScaler(TorchGradScaler):
         """
         out_of_turn.require_one_by_one(optimizers)
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
-        ending, turns = None, self._per_optimizer_states
+        ending, turns = None, {}
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
             if self._scale is None or self._growth_tracker is None:
                 self._checked_scale("step", optimizers[-1])
+            turns = self._per_optimizer_states
             ending = self._loss_scale_update(but=optimizers[-1])
         try:
             for optimizer in optimizers[-1:]:
@@ -552,13 +553,17 @@ class GradScaler(TorchGradScaler):
         if scale is None or self._growth_tracker is None or overridden:
             scale = self._checked_scale("clip_grad_norm_", *optimizers)
         states, records = self._per_optimizer_states, self._records
+        defers, turns = None, []
         for each in optimizers:
-            note = "clip_grad_norm_() unscales, too: call it once, in place of unscale_()."
-            out_of_turn.require_ready(states.get(id(each), NO_TURN), note, each)
-        defers = None
+            if (turn := states.get(id(each))) is not None and turn["stage"] is not READY:
+                note = "clip_grad_norm_() unscales, too: call it once, in place of unscale_()."
+                out_of_turn.require_ready(turn, note, each)
         if not in_place:
-            defers = [can_defer(each, records.of(each), overridden) for each in optimizers]
-        turns = [turn_of(records, states, each) for each in optimizers]
+            defers = []
+            for each in optimizers:
+                defers.append(can_defer(each, records.of(each), overridden))
+        for each in optimizers:
+            turns.append(turn_of(records, states, each))
         if highest is not None:
             self._skip_log.rule = highest
         if overridden:

@@ -125,7 +125,8 @@ class _LoopChecks:
             self._keep(_grads_of(params), float(max_norm))
 
     def _keep(self, grads: list[Tensor], limit: float | None) -> None:
-        self._written |= {id(grad): (weakref.ref(grad), grad._version, limit) for grad in grads}
+        for grad in grads:
+            self._written[id(grad)] = weakref.ref(grad), grad._version, limit
 
     def _limits_of(self, grads: list[Tensor]) -> list[float | None]:
         """The limit, or None, of each gradient that nothing has written since it was kept."""
@@ -182,9 +183,13 @@ class _LoopChecks:
 
 
 def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:
-    # Reading the gradient of a non-leaf tensor warns; one made under inference has no version.
-    found = (param.grad for param in params if param.is_leaf or param.retains_grad)
-    return [grad for grad in found if grad is not None and not grad.is_inference()]
+    grads = []
+    for param in params:
+        # Reading the gradient of a non-leaf tensor warns.
+        grad = param.grad if param.is_leaf or param.retains_grad else None
+        if grad is not None and not grad.is_inference():  # which has no version
+            grads.append(grad)
+    return grads
 
 
 def _grads_of_optimizer(optimizer: Any) -> list[Tensor]:

@@ -163,14 +163,11 @@ class Passes:
             defers: Which of them clip in their step; None for none.
             is_decided: Whether a hook has unscaled them and decided on infinities.
         """
-        uses: list[Use] = _SCALED
-        if scale is None or is_decided:
-            uses = _AS_THEY_ARE * len(optimizers)
-        elif defers is not None:
-            uses = [Use.DEFERRED if each else Use.SCALED for each in defers]
-        elif len(optimizers) > 1:
-            uses = _SCALED * len(optimizers)
-        self._know(scale)
+        uses = (_AS_THEY_ARE if scale is None or is_decided else _SCALED) * len(optimizers)
+        for place, is_deferred in enumerate(defers or ()):
+            uses[place] = _DEFERRED[0] if is_deferred else uses[place]
+        if scale is None or self._scale is not scale:
+            self._know(scale)
         follows = limit if isinstance(limit, float) else self._follower(turns[0], limit)
         aim = _CLIP_DECIDED if is_decided else _CLIP
         return self._norm(optimizers, turns, uses, aim, follows, order, highest, scale)
@@ -252,7 +249,9 @@ class Passes:
         if rule is not None:
             for turn in turns:
                 turn.may_spike = True
-            self._histories.compared(history)
+            self._histories.is_compared = True
+            if history is not None:
+                history.check()
         return norm
 
     def _follower(self, turn: Turn, rule: ClipLimit) -> Any:
