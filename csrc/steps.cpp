@@ -160,18 +160,6 @@ PyObject* flags_of(PyObject* const* args) {
   return found.release().ptr();
 }
 
-// states_flag(optimizer) -> whether it, or its class, says that it takes grad_scale
-PyObject* states_flag(PyObject* const* args) {
-  static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
-  bool states = _PyType_Lookup(Py_TYPE(args[0]), flag) != nullptr;
-  if (!states) {
-    const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
-    PyErr_Clear();  // it may have no __dict__
-    states = own && PyDict_GetItemWithError(own.ptr(), flag) != nullptr;
-  }
-  return PyBool_FromLong(states);
-}
-
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
 // one given for one of the names
 PyObject* overrides(PyObject* const* args) {
@@ -190,16 +178,14 @@ PyObject* overrides(PyObject* const* args) {
   return Py_NewRef(Py_False);
 }
 
-// kinds_of(params) -> bytes, two for each dtype and device type of the parameters that are trained
-PyObject* kinds_of(PyObject* const* args) {
-  const py::object params = py::reinterpret_steal<py::object>(
-      PySequence_Fast(args[0], "the parameters of a group must be a sequence"));
-  if (!params) {
-    return nullptr;
+// Bytes, two for each dtype and device type of the parameters of a group that are trained.
+py::object kinds_of(PyObject* params) {
+  if (params == nullptr || !(PyList_Check(params) || PyTuple_Check(params))) {
+    return py::none();
   }
   c10::SmallVector<uint16_t, 8> kinds;
-  PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i) {
+  PyObject** const items = PySequence_Fast_ITEMS(params);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
     if (!THPVariable_Check(items[i])) {
       continue;
     }
@@ -212,8 +198,41 @@ PyObject* kinds_of(PyObject* const* args) {
       kinds.push_back(kind);
     }
   }
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(kinds.data()),
-                                   static_cast<Py_ssize_t>(kinds.size() * sizeof(uint16_t)));
+  return py::bytes(reinterpret_cast<const char*>(kinds.data()), kinds.size() * sizeof(uint16_t));
+}
+
+// claim_of(optimizer) -> None unless it, or else its class, says that it takes grad_scale; else a
+// list of what decides whether it does: its class, that word and, of each group, "fused" and the
+// kinds of its parameters
+PyObject* claim_of(PyObject* const* args) {
+  static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
+  static PyObject* const groups_name = PyUnicode_InternFromString("param_groups");
+  static PyObject* const fused = PyUnicode_InternFromString("fused");
+  static PyObject* const params = PyUnicode_InternFromString("params");
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(args[0]));
+  const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  PyErr_Clear();  // it may have no __dict__
+  PyObject* word = own ? PyDict_GetItemWithError(own.ptr(), flag) : nullptr;
+  if (word == nullptr || word == Py_None) {
+    word = _PyType_Lookup(Py_TYPE(args[0]), flag) == Py_True ? Py_True : Py_False;
+  }
+  if (PyObject_IsTrue(word) != 1) {
+    return nullptr;
+  }
+  py::list claim;
+  claim.append(py::handle(type));
+  claim.append(py::handle(word));
+  const py::object groups = py::getattr(args[0], groups_name, py::none());
+  if (PyList_Check(groups.ptr())) {
+    for (const py::handle group : py::list(groups)) {
+      if (PyDict_Check(group.ptr())) {
+        PyObject* const is_fused = PyDict_GetItemWithError(group.ptr(), fused);
+        claim.append(is_fused == nullptr ? py::handle(Py_None) : py::handle(is_fused));
+        claim.append(kinds_of(PyDict_GetItemWithError(group.ptr(), params)));
+      }
+    }
+  }
+  return claim.release().ptr();
 }
 
 // drop_unheld(values) drops the tensors of a dict that are held by nothing else.
@@ -242,7 +261,7 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<is_found, 1>(m, "is_found");
   add_call<flag_of, 1>(m, "flag_of");
-  add_call<kinds_of, 1>(m, "kinds_of");
+  add_call<claim_of, 1>(m, "claim_of");
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
@@ -250,7 +269,6 @@ void bind_steps(py::module_& m) {
   add_call<update_by, 9>(m, "update_by");
   add_call<turn_of, 3>(m, "turn_of");
   add_call<flags_of, 2>(m, "flags_of");
-  add_call<states_flag, 1>(m, "states_flag");
 }
 
 }  // namespace ampfast

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten
+from ampfast.backends import aten, core
 from ampfast.backends.aten import p_norm
 from ampfast.backends.core import Factor, Found, Pass
 from ampfast.backends.scalars import allocate, any_found, moved, new_flag, widest
@@ -254,7 +254,7 @@ def can_defer(optimizer: Any, record: Record, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
-    if not divides_by_itself(optimizer, record):
+    if not divides_by_itself(optimizer, record, core.claim_of(optimizer)):
         return False
     if takes_grad_scaler(optimizer.step):
         return False

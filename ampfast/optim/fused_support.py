@@ -138,43 +138,35 @@ _FLAG = "_step_supports_amp_scaling"
 _warned: set[tuple[Any, ...]] = set()
 
 
-def divides_by_itself(optimizer: Any, record: Record) -> bool:
+def divides_by_itself(optimizer: Any, record: Record, claim: list[Any] | None) -> bool:
     """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
 
     Its class says so, or the object itself if torch's constructor made it: what it has from another
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
-    host skips its step. Its record keeps the answer until what decides it changes.
+    host skips its step. Its record keeps the answer until what decides it changes: `claim`, of
+    `core.claim_of`, and torch's kernels.
     """
-    try:
-        # vars() would ask __getattr__ where there is no __dict__.
-        own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
-    except AttributeError:
-        own = {}
-    kind = type(optimizer)
-    stated = own.get(_FLAG)
-    if stated is None:
-        stated = getattr(kind, _FLAG, None) is True
-    if not stated:
+    if claim is None:
         return False
+    kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return getattr(kind, _FLAG, None) is True
-    seen: list[Any] = [kind, stated, operators(torch)]
-    for group in optimizer.param_groups:
-        seen += (group.get("fused"), core.kinds_of(group["params"]))
+    seen = [*claim, operators(torch)]
     if record.divides is not None and record.divides[0] == seen:
         return record.divides[1]
     divides, is_final = False, True
-    if getattr(kind, _FLAG, None) is True or _is_made_by_torch(kind, own):
+    if getattr(kind, _FLAG, None) is True or _is_made_by_torch(optimizer):
         divides, is_final = _divides_rightly(optimizer)
     if is_final:
         record.divides = seen, divides
     return divides
 
 
-def _is_made_by_torch(kind: Any, own: dict[str, Any]) -> bool:
+def _is_made_by_torch(optimizer: Any) -> bool:
     """Whether torch's constructor made an optimizer, and its attributes are no other one's."""
     # The constructor sets this name, and wraps the step of the class.
+    kind, own = type(optimizer), vars(optimizer)
     name = f"Optimizer.zero_grad#{kind.__name__}.zero_grad"
     return own.get("_zero_grad_profile_name") == name and getattr(kind.step, "hooked", False)
 

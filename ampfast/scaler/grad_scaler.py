@@ -18,10 +18,10 @@ from ampfast.backends import cuda_graphs, scalars
 from ampfast.backends.core import (
     Factor,
     Pass,
+    claim_of,
     flags_of,
     is_found,
     overrides,
-    states_flag,
     turn_of,
 )
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
@@ -397,7 +397,8 @@ class GradScaler(TorchGradScaler):
                 result = step_hooked(self, optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
             elif turn.divisor is not None or (
-                states_flag(optimizer) and divides_by_itself(optimizer, turn.record)
+                (claim := claim_of(optimizer)) is not None
+                and divides_by_itself(optimizer, turn.record, claim)
             ):
                 launches = isinstance(self._kernels, DeviceKernels)
                 given = (passes, optimizer, turn, scale, launches)
@@ -862,7 +863,8 @@ class GradScaler(TorchGradScaler):
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
         # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
         # unscales again.
-        steps = turn["found_inf_per_device"] or divides_by_itself(optimizer, turn.record)
+        claim = claim_of(optimizer)
+        steps = turn["found_inf_per_device"] or divides_by_itself(optimizer, turn.record, claim)
         if steps and turn["stage"] is not READY and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))

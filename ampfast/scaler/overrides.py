@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from ampfast.backends.core import claim_of
 from ampfast.gradients import READY, TorchGradScaler, Turn
 from ampfast.optim.fused_support import (
     divides_by_itself,
@@ -64,7 +65,7 @@ def step_hooked(
     Except for an optimizer that torch would misjudge, or warn of at a line of this file.
     """
     asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-    divides = asks and divides_by_itself(optimizer, turn.record)
+    divides = asks and divides_by_itself(optimizer, turn.record, claim_of(optimizer))
     is_legacy = divides and takes_grad_scaler(optimizer.step)
     if not asks or (divides and not is_legacy):
         return torchs_step(scaler, optimizer, args, kwargs)
