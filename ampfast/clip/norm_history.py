@@ -231,9 +231,6 @@ class History:
         self._header = self.words[: norm_layout.RING]
         self.load(saved)
 
-    def fits(self, rule: Sigmas | ClipLimit, device: torch.device) -> bool:
-        return self.words.device == device and _window_of(self.rule) == _window_of(rule)
-
     def saved(self) -> list[float]:
         """Returns the header and the norms, oldest first, with a host sync."""
         words: list[float] = self.words.tolist()
@@ -288,7 +285,7 @@ class History:
         """The restarts of `Sigmas`, or the clips of `ZScore` in a row, above which it warns."""
         word = header[norm_layout.RESTARTS]
         if isinstance(self.rule, Sigmas):
-            return word
+            return float(word)
         return _MANY_CLIPS - 1 if isinstance(self.rule, ZScore) and word < _MANY_CLIPS else math.inf
 
     def _warn(self, header: list[float]) -> None:
@@ -345,21 +342,20 @@ class NormHistories:
     def of(self, record: Record, rule: Sigmas | ClipLimit, device: torch.device) -> History:
         """Returns the optimizer's history of a rule, on a device."""
         name = type(rule).__name__
-        known = record.norms.get(name)
-        is_known = type(known) is History and known.words.device == device
-        if is_known and (known.rule is rule or known.rule == rule):
-            return known
-        if not isinstance(known, History) or not known.fits(rule, device):
+        known: Any = record.norms.get(name)
+        is_here = type(known) is History and known.words.device == device
+        if is_here and (known.rule is rule or known.rule == rule):
+            return known  # type: ignore[no-any-return]
+        if not is_here or _window_of(known.rule) != _window_of(rule):
             refuse_capture(f"the creation of the norms of {name}, which every replay would reset")
             if record.place is None:
                 record.place = min(self._loaded, default=max(self._places(), default=-1) + 1)
                 record.norms |= self._loaded.pop(record.place, {})
             known = record.norms[name] = History(rule, _saved(record).get(name, []), device)
-        if known.rule is not rule:
-            if isinstance(rule, Sigmas) and rule != known.rule:
-                known.words[norm_layout.PATIENCE] = rule._patience
-            known.rule = rule
-        return known
+        if isinstance(rule, Sigmas):
+            known.words[norm_layout.PATIENCE] = rule._patience
+        known.rule = rule
+        return known  # type: ignore[no-any-return]
 
     def end_iteration(self) -> None:
         """Ends an iteration with a default limit; warns once if no norm was compared with it."""
