@@ -2,13 +2,10 @@
 
 import argparse
 import importlib
-import os
 import sys
 
 import ampfast
-from ampfast.cli.jsonl_log import is_step_log
 from ampfast.cli.run import skip_limit
-from ampfast.cli.scaler_clock import is_first_rank
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         "run",
         help="your training script with ampfast's scaler in place of torch's",
         usage="python -m ampfast run [--guard] [--skip-above LIMIT] [--max-skips N] [--clip] "
-        "[--track overflow] [--log FILE] [-m] SCRIPT [ARGS...]",
+        "[--track overflow] [-m] SCRIPT [ARGS...]",
         description="Runs a script as python does, unedited. Wherever it "
         "makes torch's GradScaler, it gets ampfast's. At the end a line tells the steps, the "
         "skipped ones, the final scale, the scaler's own time and its share of a step. For several "
@@ -76,9 +73,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument(
         "--max-skips", type=_positive, metavar="N", help="end after N steps skipped in a row"
-    )
-    run.add_argument(
-        "--log", type=_step_log, metavar="FILE", help="a line of JSON for each step, on rank 0"
     )
     run.add_argument("--record", help=argparse.SUPPRESS)
     run.add_argument("--stop", type=int, help=argparse.SUPPRESS)
@@ -139,17 +133,6 @@ def _skip_limit(text: str) -> str:
             f"must be a norm such as 20, or sigmas:6 or sigmas:6:64, got {text} ({error})"
         ) from None
     return text
-
-
-def _step_log(path: str) -> str:
-    if path == "-":
-        raise argparse.ArgumentTypeError("must be a file: standard output is the program's")
-    # Other ranks may read the first line while rank 0 writes it.
-    if is_first_rank() and os.path.isfile(path) and not is_step_log(path):
-        raise argparse.ArgumentTypeError(
-            f"{path} is there, and is no log of an earlier run: is FILE missing?"
-        )
-    return path
 
 
 if __name__ == "__main__":

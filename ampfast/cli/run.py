@@ -15,7 +15,6 @@ from typing import Any
 import ampfast
 from ampfast import StepGuard
 from ampfast.cli.guarded_steps import GuardedSteps
-from ampfast.cli.jsonl_log import StepLog
 from ampfast.cli.scaler_clock import Record, Watch, is_first_rank
 from ampfast.errors import float_of
 from ampfast.scaler import loop_checks
@@ -99,7 +98,6 @@ def run(
     keep_torch: bool,
     clip: bool,
     guard: bool,
-    log: str | None,
     **given: Any,
 ) -> int:
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
@@ -113,7 +111,6 @@ def run(
         keep_torch: Whether torch's scaler stays, and is watched.
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
         guard: Whether the steps of all torch optimizers are guarded.
-        log: File for a line of JSON for each step, as `StepLog` writes it, on rank 0.
         given: Arguments of `GradScaler` that scalers get by default.
 
     Returns:
@@ -124,19 +121,14 @@ def run(
         print(f"ampfast: there is no script {program!r}", file=sys.stderr)
         return 2
     process, failed, is_over = os.getpid(), False, False
-    steps = None if log is None or not is_first_rank() else StepLog(log)
 
     def finish() -> None:
         # It reports neither in a fork of the program's, nor a second time.
         if os.getpid() == process and not is_over:
-            if steps is not None:
-                steps.write()
             _report(watch, record, _NO_STEP if guard else _NO_SCALER, failed)
 
     def ended(one: Record) -> None:
         nonlocal is_over
-        if steps is not None and os.getpid() == process:
-            steps.see(one.scaler)
         if one.steps == stop and not is_over:
             finish()
             is_over = True

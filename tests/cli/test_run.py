@@ -9,17 +9,13 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.processes import python_in
-from support.steps import Training
 
-from ampfast import GradScaler
 from ampfast.__main__ import main
-from ampfast.cli import jsonl_log, scaler_clock
-from ampfast.cli.jsonl_log import StepLog
+from ampfast.cli import scaler_clock
 
 TRAIN = """
 import torch
@@ -233,93 +229,3 @@ def test_checksums() -> None:
     nans = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
     assert scaler_clock.checksum(nans[:1]) == scaler_clock.checksum(nans[1:])
     assert scaler_clock.checksum(torch.eye(2).to_sparse()) == scaler_clock.checksum(torch.eye(2))
-
-
-# --log: a line of JSON for each step of each scaler
-
-
-LOGGED = """
-import os
-import torch
-from torch.amp import GradScaler
-
-weight = torch.ones(3, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.1)
-first, second = GradScaler("cpu", init_scale=2.0), GradScaler("cpu", init_scale=8.0)
-off = GradScaler("cpu", enabled=False)
-for step, loss in enumerate((1.0, float("inf"), 100.0, 2.0)):
-    for scaler in (first, second)[: 1 + (step == 3)]:
-        weight.grad = None
-        scaler.scale(weight * loss).sum().backward()
-        scaler.step(optimizer)
-        scaler.update()
-os.chdir("/")
-raise SystemExit(3)
-"""
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def line(*values: Any) -> dict[str, Any]:
-    names = ("scaler", "step", "scale", "skipped", "grad_norm")
-    return dict(zip(names, values, strict=True))
-
-
-def test_each_step_of_a_program_has_a_line(python: Call, tmp_path: Path) -> None:
-    run = partial(python, LOGGED, "-m", "ampfast", "run")
-    (tmp_path / "log.jsonl").write_text(json.dumps(line(1, 0, 1.0, None, None)) + "\nits rest")
-    assert run("--skip-above", "50", "--log", "log.jsonl", "train.py").returncode == 3
-    assert lines_of(tmp_path / "log.jsonl") == [
-        line(1, 0, 2.0, None, pytest.approx(3**0.5)),
-        line(1, 1, 2.0, "nonfinite", None),
-        line(1, 2, 1.0, "spike", pytest.approx(100 * 3**0.5)),
-        line(1, 3, 1.0, None, pytest.approx(2 * 3**0.5)),
-        line(2, 0, 8.0, None, pytest.approx(2 * 3**0.5)),
-    ]
-    assert run("--log", "of_rank_1.jsonl", "train.py", RANK="1").returncode == 3
-    assert not (tmp_path / "of_rank_1.jsonl").exists()
-
-
-def test_steps_are_written_before_the_history_forgets_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(jsonl_log.time, "monotonic", lambda: now[0])
-    path = tmp_path / "log.jsonl"
-    log, scaler = StepLog(str(path)), GradScaler("cpu")
-    training, found = Training(scaler), []
-    for step in range(2500):
-        training.step(1.0)
-        now[0] += 1.0 if step == 3 else 0.0
-        log.see(scaler)
-        found.append(len(lines_of(path)) if step < 6 else None)
-    assert found[:6] == [0, 0, 0, 4, 4, 4]
-    log.write()
-    log.write()
-    assert [each["step"] for each in lines_of(path)] == list(range(2500))
-
-
-def test_a_log_that_cannot_be_written_any_more_ends(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "folder").mkdir()
-    log, training = StepLog(str(tmp_path / "folder" / "log")), Training(GradScaler("cpu"))
-    (tmp_path / "folder" / "log").unlink()
-    (tmp_path / "folder").rmdir()
-    for _ in range(3):
-        training.step(1.0)
-        log.see(training.scaler)
-        log.write()
-    assert capsys.readouterr().err.count("ampfast: the log ends, the training continues: ") == 1
-
-
-def test_a_file_that_is_no_log_stays(tmp_path: Path, capsys: Any) -> None:
-    for text in ("print('training')\n", "{}\n", "\n", '{"scaler": 1}', "[1]\n", "\x00"):
-        (tmp_path / "train.py").write_text(text)
-        with pytest.raises(SystemExit):
-            main(["run", "--log", str(tmp_path / "train.py"), "config.py"])
-        assert "is no log of an earlier run: is FILE missing?" in capsys.readouterr().err
-        assert (tmp_path / "train.py").read_text() == text
-    with pytest.raises(SystemExit):
-        main(["run", "--log", "-", "train.py"])
-    assert "standard output is the program's" in capsys.readouterr().err
