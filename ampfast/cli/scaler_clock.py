@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from hashlib import blake2b
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.backends.scalars import allocate
 from ampfast.scaler.late_backward import visited
 from ampfast.scaler.overrides import replace_method
 
@@ -26,9 +26,6 @@ _ENDS = ("update", "step_and_update")
 _WARM_UP = 4
 # Number of values that may wait on a device.
 _PENDING = 1000
-# Elements that are summed at once.
-_CHUNK = 2**20
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_first_rank() -> bool:
@@ -36,22 +33,18 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum, modulo 2**64, of each element's bits times an odd number by its place.
+def checksum(tensor: Tensor) -> int:
+    """Returns a hash of a tensor's bits.
 
     The bits of all NaNs count as equal, as torch's kernels write several kinds.
     """
-    flat = getattr(tensor, "to_local", lambda: tensor)().detach()
-    flat = (flat if flat.layout is torch.strided else flat.to_dense()).reshape(-1)
-    flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
-    if flat.is_floating_point() and flat.element_size() > 1:
-        flat = flat.where(flat == flat, math.nan)
-    total = allocate(torch.full, (), len(flat), dtype=torch.int64, device=flat.device)
-    bits = flat.contiguous().view(_INTEGERS[flat.element_size()])
-    for number, part in enumerate(bits.split(_CHUNK)):
-        places = torch.arange(len(part), device=part.device) + number * _CHUNK
-        total += (part.long() * (places * -0x3C6EF372FE94F82A + 1)).sum()
-    return total
+    values = getattr(tensor, "to_local", lambda: tensor)().detach()
+    values = (values if values.layout is torch.strided else values.to_dense()).cpu()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    if values.is_floating_point() and values.element_size() > 1:
+        values = values.where(values == values, math.nan)
+    bits = values.reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(blake2b(bits, digest_size=8).digest(), "big")
 
 
 class Record:
@@ -164,7 +157,7 @@ class Watch:
                 for parameter in group["params"]:
                     # Other layouts have no bits, such as a nested tensor's.
                     with suppress(RuntimeError, TypeError, ValueError):
-                        found.append(int(checksum(parameter)))
+                        found.append(checksum(parameter))
             totals.append(hash(tuple(found)))
         return hash(tuple(sorted(totals)))  # threads may step in any order
 

@@ -215,17 +215,17 @@ def test_a_run_that_is_ended_cleans_up(python: Call, tmp_path: Path) -> None:
 
 
 def test_checksums() -> None:
-    value = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
-    expected = int(scaler_clock.checksum(value))
-    for place in (0, 2**20 - 1, 2**20, 2_999_999):
+    value = torch.randn(3_000, generator=torch.Generator().manual_seed(0))
+    expected = scaler_clock.checksum(value)
+    for place in (0, 2_999):
         other = value.clone()
         other[place] = torch.nextafter(other[place], torch.tensor(9.0))
-        assert int(scaler_clock.checksum(other)) != expected
+        assert scaler_clock.checksum(other) != expected
     few = [torch.tensor(row) for row in ([0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0, 0.0])]
     few += [row.to(kind) for row in few for kind in (torch.float16, torch.float64)]
     turned = torch.ones(2, dtype=torch.complex64) * 1j
     few += [turned / 1j, turned, turned.conj()]
-    assert len({int(scaler_clock.checksum(row)) for row in few}) == len(few)
+    assert len({scaler_clock.checksum(row) for row in few}) == len(few)
     nans = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
     assert scaler_clock.checksum(nans[:1]) == scaler_clock.checksum(nans[1:])
     assert scaler_clock.checksum(torch.eye(2).to_sparse()) == scaler_clock.checksum(torch.eye(2))
