@@ -18,10 +18,9 @@ from ampfast.scaler.step_guard import StepGuard
 if TYPE_CHECKING:
     from ampfast.clip.norm_history import Sigmas
 
-__all__ = ["Guarded", "attach", "guard"]
+__all__ = ["Guarded", "guard"]
 
 _logger = logging.getLogger("ampfast")
-_Write = Callable[[dict[str, float]], object]
 
 
 class Guarded:
@@ -63,9 +62,11 @@ def guard(
 
     Where the trainer has a scaler, as for float16 on a GPU, a `GradScaler` takes its place and its
     state; elsewhere a `StepGuard` is installed. The norm is that before the trainer clips, and the
-    other steps stay equal bit for bit. The state of both is part of the trainer's checkpoints, and
-    the figures go to the trainer's logger, as with `attach`; to that of an `Accelerator` with
-    each call of its `log`. Steps of LBFGS are not guarded.
+    other steps stay equal bit for bit. A scaler of ampfast stays. Its state is part of the
+    trainer's checkpoints. `report.figures` go to the trainer's logger where that logs its own
+    figures, or with each `log` of an `Accelerator`; the host reads them only then. After an
+    overflow the report of a scaler that tracks goes to Python's logger "ampfast". Steps of LBFGS
+    are not guarded.
 
     Args:
         trainer: A `Trainer` of Transformers or of a library that derives from it, such as TRL; an
@@ -82,8 +83,8 @@ def guard(
         ValueError: If DeepSpeed or Megatron-LM takes the steps; for FSDP1 without a scaler, where
             the error names what to do.
     """
-    library = _library_of(trainer, *_TRAINERS, "accelerate")
-    by_lightning = library in _TRAINERS[1:]
+    library = _library_of(trainer)
+    by_lightning = library in ("lightning", "pytorch_lightning")
     accelerator = trainer.accelerator if library == "transformers" else trainer
     owner = trainer.precision_plugin if by_lightning else accelerator
     where = type(trainer.strategy).__name__ if by_lightning else str(accelerator.distributed_type)
@@ -100,8 +101,9 @@ def guard(
     for name, value in (("skip_above", skip_above), ("max_skips", max_skips)):
         if scaler is handle.scaler and value is not None:
             handle._put(scaler, name, value)
+    taken = _Figures(handle.scaler, prefix)
     if by_lightning:
-        callback = _for_lightning(library, prefix, lambda: handle.scaler)
+        callback = _for_lightning(library, taken)
         if scaler is None:
             _guard_lightning(owner, handle)
             callback.state_dict = handle.scaler.state_dict
@@ -113,11 +115,11 @@ def guard(
         return handle
     _guard_accelerator(accelerator, handle)
     if library == "transformers":
-        callback = _for_transformers(trainer, prefix)
+        callback = _for_transformers(trainer, taken)
         trainer.add_callback(callback)
         handle._undo.append(partial(trainer.remove_callback, callback))
     else:
-        _log_with(accelerator, handle, prefix)
+        _log_with(accelerator, handle, taken)
     return handle
 
 
@@ -161,12 +163,12 @@ def _guard_accelerator(accelerator: Any, handle: Guarded) -> None:
         handle._put(accelerator, "unscale_gradients", unscale_gradients)
 
 
-def _log_with(accelerator: Any, handle: Guarded, prefix: str) -> None:
-    taken, log = _Figures(prefix), accelerator.log
+def _log_with(accelerator: Any, handle: Guarded, taken: _Figures) -> None:
+    log = accelerator.log
 
     def log_with_figures(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         more = dict(values)
-        taken.take(handle.scaler, more.update, is_first_rank=accelerator.is_main_process)
+        taken.take(more.update, is_first_rank=accelerator.is_main_process)
         log(more, *args, **kwargs)
 
     handle._put(accelerator, "log", log_with_figures)
@@ -195,79 +197,41 @@ def _guard_lightning(precision: Any, handle: Guarded) -> None:
     handle._put(precision, "clip_gradients", clip_gradients)
 
 
-def attach(trainer: Any, prefix: str = "scaler/") -> None:
-    """Has a trainer log the `report.figures` of its scaler where it logs its own figures.
-
-    The host reads them once for each line of the trainer's log, and not in other steps. After an
-    overflow the report of a scaler that tracks goes to Python's logger "ampfast" as a warning. Call
-    it once, after the trainer was made and before it trains; `guard` logs, too.
-
-    Args:
-        trainer: A `Trainer` of Transformers or of a library that derives from it, such as TRL, or
-            of Lightning.
-        prefix: Prefix of the names.
-
-    Raises:
-        TypeError: If it is another trainer; as the training begins, if its scaler is not ampfast's.
-    """
-    library = _library_of(trainer, *_TRAINERS)
-    if library == "transformers":
-        trainer.add_callback(_for_transformers(trainer, prefix))
-        return
-    precision = trainer.precision_plugin
-    callback = _for_lightning(library, prefix, lambda: getattr(precision, "scaler", None))
-    trainer.callbacks.append(callback)
-
-
-_TRAINERS = ("transformers", "lightning", "pytorch_lightning")
-
-
-def _library_of(trainer: Any, *known: str) -> str:
+def _library_of(trainer: Any) -> str:
     """The library of a trainer, or of the class from which it derives."""
     for kind in type(trainer).__mro__:
         library = kind.__module__.partition(".")[0]
-        if library in known and kind.__name__.endswith(("Trainer", "Accelerator")):
+        is_known = library in ("transformers", "lightning", "pytorch_lightning", "accelerate")
+        if is_known and kind.__name__.endswith(("Trainer", "Accelerator")):
             return library
     raise TypeError(
-        f"wanted a Trainer of Transformers or Lightning{', or an Accelerator' * (len(known) > 3)}, "
-        f"got {type(trainer).__module__}.{type(trainer).__qualname__}; any other loop can make a "
+        "wanted a Trainer of Transformers or Lightning, or an Accelerator, got "
+        f"{type(trainer).__module__}.{type(trainer).__qualname__}; any other loop can make a "
         "scaler or a StepGuard itself, and log ampfast.report.figures(scaler)"
     )
 
 
 class _Figures:
-    """The figures of a trainer's scaler since they were last taken."""
+    """The figures of a scaler since they were last taken."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix, self._steps = prefix, 0
+    def __init__(self, scaler: GradScaler, prefix: str) -> None:
+        self._scaler, self._prefix, self._steps = scaler, prefix, scaler.stats().steps
 
-    def begin(self, scaler: Any) -> None:
-        if not isinstance(scaler, GradScaler):
-            raise TypeError(
-                f"the trainer's scaler is {type(scaler).__name__}, not one of ampfast: call "
-                "ampfast.patch() before the trainer is made, or give it a scaler"
-            )
-        self._steps = scaler.stats().steps
-
-    def take(self, scaler: GradScaler, write: _Write, *, is_first_rank: bool) -> None:
-        found = figures(scaler, since=self._steps)
+    def take(self, write: Callable[[dict[str, float]], object], *, is_first_rank: bool) -> None:
+        found = figures(self._scaler, since=self._steps)
         if found["steps"] == self._steps:
             return  # batches whose gradients accumulate
         self._steps = int(found["steps"])
         write({f"{self._prefix}{name}": value for name, value in found.items()})
-        if is_first_rank and found["nonfinite"] and scaler._track is not None:
-            _logger.warning("%s", scaler._report_or_reason())
+        if is_first_rank and found["nonfinite"] and self._scaler._track is not None:
+            _logger.warning("%s", self._scaler._report_or_reason())
 
 
-def _for_transformers(trainer: Any, prefix: str) -> Any:
+def _for_transformers(trainer: Any, taken: _Figures) -> Any:
     callback: type = importlib.import_module("transformers").TrainerCallback
-    taken = _Figures(prefix)
 
     class ScalerCallback(callback):  # type: ignore[misc]
         _is_due = False
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            taken.begin(trainer.accelerator.scaler)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._is_due = control.should_log
@@ -276,22 +240,17 @@ def _for_transformers(trainer: Any, prefix: str) -> Any:
             # After the trainer's own line, which a call of its log() before would suppress.
             if self._is_due:
                 self._is_due = False
-                is_first = state.is_world_process_zero
-                taken.take(trainer.accelerator.scaler, trainer.log, is_first_rank=is_first)
+                taken.take(trainer.log, is_first_rank=state.is_world_process_zero)
 
     return ScalerCallback()
 
 
-def _for_lightning(library: str, prefix: str, scaler_of: Callable[[], Any]) -> Any:
+def _for_lightning(library: str, taken: _Figures) -> Any:
     package = "lightning.pytorch" if library == "lightning" else library
     callback: type = importlib.import_module(package).Callback
-    taken = _Figures(prefix)
 
     class ScalerCallback(callback):  # type: ignore[misc]
         state_key = "ampfast"
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            taken.begin(scaler_of())
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             def write(found: dict[str, float]) -> None:
@@ -299,6 +258,6 @@ def _for_lightning(library: str, prefix: str, scaler_of: Callable[[], Any]) -> A
                     logger.log_metrics(found, step=trainer.global_step)
 
             if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
-                taken.take(scaler_of(), write, is_first_rank=trainer.is_global_zero)
+                taken.take(write, is_first_rank=trainer.is_global_zero)
 
     return ScalerCallback()

@@ -22,9 +22,11 @@ class TransformersTrainer:
     """Logs every second step, as `logging_steps=2` has it."""
 
     def __init__(self, scaler: Any) -> None:
-        self.accelerator, self.logged = SimpleNamespace(scaler=scaler), Logged()
+        facts = {"distributed_type": "NO", "device": torch.device("cpu"), "_optimizers": []}
+        facts |= {"native_amp": True, "mixed_precision": "fp16"}
+        self.accelerator, self.logged = SimpleNamespace(scaler=scaler, **facts), Logged()
         self.callbacks: list[Any] = []
-        self.add_callback = self.callbacks.append
+        self.add_callback, self.remove_callback = self.callbacks.append, self.callbacks.remove
         self.state = SimpleNamespace(is_world_process_zero=True, global_step=0)
 
     def log(self, values: dict[str, float]) -> None:
@@ -33,10 +35,6 @@ class TransformersTrainer:
         self.control.should_log = False
         for each in self.callbacks:
             each.on_log(None, self.state, self.control, logs=values)
-
-    def begin(self) -> None:
-        for each in self.callbacks:
-            each.on_train_begin(None, self.state, SimpleNamespace(), model=None)
 
     def end_batch(self, steps: int) -> None:
         self.state.global_step = steps
@@ -51,16 +49,13 @@ class TransformersTrainer:
 class LightningTrainer:
     def __init__(self, scaler: Any) -> None:
         self.precision_plugin, self.logged = SimpleNamespace(scaler=scaler), Logged()
+        self.strategy = None
         self.callbacks: list[Any] = []
         self.log_every_n_steps, self.global_step, self.is_global_zero = 2, 0, True
         self.loggers = [self]
 
     def log_metrics(self, values: dict[str, float], step: int) -> None:
         self.logged.append((step, values))
-
-    def begin(self) -> None:
-        for each in self.callbacks:
-            each.on_train_start(self, None)
 
     def end_batch(self, steps: int) -> None:
         self.global_step = steps
@@ -94,10 +89,9 @@ def test_figures_are_logged_where_the_trainer_logs(
     kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaler = GradScaler("cpu", init_scale=8.0, track="overflow", skip_above=10.0)
-    training = Training(scaler).step(math.inf)  # before the trainer begins
+    training = Training(scaler).step(math.inf)  # before the guard
     trainer = kind(scaler)
-    ampfast.callbacks.attach(trainer, prefix="amp/")
-    trainer.begin()
+    ampfast.callbacks.guard(trainer, prefix="amp/")
     trainer.end_batch(0)
     with caplog.at_level(logging.WARNING, "ampfast"):
         for steps, gradient in enumerate([3.0, 2.0, 20.0, 1.0, math.inf, 1.5], start=1):
@@ -120,16 +114,6 @@ def test_figures_are_logged_where_the_trainer_logs(
     assert spike.startswith("step 3 was skipped: a spike") and "group 0, parameter 0" in report
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_a_scaler_that_is_not_ampfasts_is_refused_before_training(kind: Any) -> None:
-    for scaler, name in ((torch.amp.GradScaler("cpu"), "GradScaler"), (None, "NoneType")):
-        trainer = kind(scaler)
-        ampfast.callbacks.attach(trainer)
-        text = rf"scaler is {name}, not one of ampfast: call amp.*patch"
-        with pytest.raises(TypeError, match=text):
-            trainer.begin()
-
-
 def test_another_trainer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got builtins\.dict; .* log ampfast\.report\.figures"):
-        ampfast.callbacks.attach({})
+        ampfast.callbacks.guard({})

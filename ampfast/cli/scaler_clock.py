@@ -43,7 +43,7 @@ def checksum(tensor: Tensor) -> int:
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     if values.is_floating_point() and values.element_size() > 1:
         values = values.where(values == values, math.nan)
-    bits = values.reshape(-1).view(torch.uint8).numpy()
+    bits: Any = values.reshape(-1).view(torch.uint8).numpy()
     return int.from_bytes(blake2b(bits, digest_size=8).digest(), "big")
 
 
