@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import compress
-from operator import is_
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ampfast.backends import core
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import allocate
-from ampfast.errors import not_compiled, refuse_differentiable, warn_caller
+from ampfast.errors import not_compiled, refuse_differentiable
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -37,17 +36,11 @@ class _Masters(dict[Tensor, Tensor]):
         looks: `core.looks_of` the parameters with a master weight then, or after the last step.
         others: The parameters in the groups without one.
         memory: Float32 gradients of the last step, on the CPU.
-        standing: The parameters of each group with master weights in their place, or None.
-        inner: The state by master weight, as the last step left it, or None.
-        state_keys: The keys of the state and of `inner` then.
     """
 
     places: list[list[int]] | None = None
     looks = b""
     others: Sequence[Tensor] = ()
-    standing: list[list[Tensor]] | None = None
-    inner: defaultdict[Any, Any] | None = None
-    state_keys: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
     def __init__(self, masters: Any = ()) -> None:
         super().__init__(masters)
@@ -79,23 +72,6 @@ class _Masters(dict[Tensor, Tensor]):
             self.memory = []
         return wide
 
-    def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
-        """Whether both have the entries of the last step, under the keys of that step."""
-        keys, inner_keys = self.state_keys
-        return (
-            len(state) == len(inner) == len(keys) == len(inner_keys)
-            and all(map(is_, state, keys))
-            and all(map(is_, inner, inner_keys))
-            and all(map(is_, state.values(), inner.values()))
-        )
-
-
-class _View(dict[Tensor, Tensor]):
-    """Master weights by parameter, for the user."""
-
-    def __missing__(self, param: object) -> Tensor:
-        raise KeyError("no 16-bit parameter that this optimizer trains")
-
 
 class MasterWeights(torch.optim.Optimizer):
     """Base of optimizers that `master_weights_` gave float32 master weights; for `isinstance`.
@@ -116,7 +92,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         for param in _params(self):
             self._masters.make_if_trained(param)
-        return _View({param: weight.detach() for param, weight in self._masters.items()})
+        return {param: weight.detach() for param, weight in self._masters.items()}
 
     @not_compiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,19 +158,6 @@ class MasterWeights(torch.optim.Optimizer):
                     param.grad_dtype = None
                 param.grad = grad
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes as torch's; a gradient that is not set to None gets `grad_dtype` again.
-
-        Args:
-            set_to_none: Whether to set gradients to None.
-        """
-        if not set_to_none:
-            for param in self._masters:
-                dtype = param.grad_dtype or param.dtype
-                if param.grad is not None and param.grad.dtype is not dtype:
-                    param.grad = torch.zeros_like(param, dtype=dtype)
-        super().zero_grad(set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, in which `state[i]["master_param"]` is a master weight."""
         with _hooks_aside(self, "_optimizer_state_dict_post_hooks") as (hooks,):
@@ -209,8 +172,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Continues where a checkpoint was saved, before or after the model's is loaded.
 
         Where it has no master weights, as one of a plain optimizer, they are made from the
-        parameters at the next step. State stays float32. Warns if a master weight was saved in
-        less than float32.
+        parameters at the next step. State stays float32.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -248,7 +210,6 @@ class MasterWeights(torch.optim.Optimizer):
                 # torch loads state in the dtype of what it belongs to; this takes no memory.
                 one = allocate(torch.empty, (), dtype=torch.float32, device=param.device)
                 masters[param] = one.expand(param.shape)
-        _warn_of_rounded(self, saved, weights)
         swap = _Swap(self)
         try:
             # Tensors of their own: state dicts that were returned share memory with the held ones.
@@ -295,24 +256,6 @@ def _loaded(weight: Tensor, param: Tensor) -> Tensor:
     return made.requires_grad_()
 
 
-def _warn_of_rounded(
-    optimizer: MasterWeights, saved: dict[str, Any], weights: Mapping[Tensor, Tensor]
-) -> None:
-    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
-    rounded = [
-        (names[number] if number < len(names) else index, weights[param].dtype)
-        for number, (index, param) in enumerate(_numbered(optimizer, saved))
-        if param in weights and torch.finfo(weights[param].dtype).bits < 32
-    ]
-    if rounded:
-        (index, dtype), more = rounded[0], len(rounded) - 1
-        warn_caller(
-            f"the checkpoint has the master weight of parameter {index}"
-            f"{f' and {more} more' if more else ''} in {dtype}: the low bits were lost when it was "
-            "saved, and training does not go on as it would have. Save master weights in float32"
-        )
-
-
 def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and lends them gradients in float32."""
     masters, groups = optimizer._masters, optimizer.param_groups
@@ -330,7 +273,6 @@ def _prepare(optimizer: MasterWeights) -> None:
         for param in masters.keys() - set(params):
             del masters[param]
         masters.others = [param for param in params if param not in masters]
-        masters.standing = masters.inner = None
         masters.places, masters.looks = places, core.looks_of(_locals(masters))
     optimizer.widen_gradients()
     for param, weight in masters.items():
@@ -365,8 +307,13 @@ def _write_back(optimizer: MasterWeights) -> None:
     A parameter has none either, then, if the step has dropped it.
     """
     masters, params, weights = optimizer._masters, [], []
-    if core.looks_of(_locals(masters)) != masters.looks:
-        _refuse_changes(optimizer)
+    # A closure may have made further master weights.
+    if not core.looks_of(_locals(masters)).startswith(masters.looks):
+        raise RuntimeError(
+            "the optimizer's step changed a parameter while a master weight stood in for it: "
+            "master_weights_ serves optimizers that step the parameters in their param_groups, "
+            "none with a list of its own"
+        )
     for param, weight in masters.items():
         if param.grad is not None:
             params.append(param)
@@ -384,21 +331,6 @@ def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
     if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}:
         return list(tensors)
     return [getattr(each, "_local_tensor", each) for each in tensors]
-
-
-def _refuse_changes(optimizer: MasterWeights) -> None:
-    """Refuses a step that changed a parameter itself, which its master weight would overwrite."""
-    masters, params = optimizer._masters, _params(optimizer)
-    before, size = masters.looks, len(core.looks_of(_locals(masters)[:1]))
-    for place, param in enumerate(masters):
-        look = before[place * size : (place + 1) * size]
-        if look and look != core.looks_of(_locals([param])):
-            number = next(i for i, each in enumerate(params) if each is param)
-            raise RuntimeError(
-                f"the optimizer's step changed parameter {number} while a master weight stood in "
-                "for it: master_weights_ serves optimizers that step the parameters in their "
-                "param_groups, none with a list of its own"
-            )
 
 
 @contextmanager
@@ -451,40 +383,31 @@ class _Swap:
     def enter(self) -> None:
         optimizer, masters = self.optimizer, self.optimizer._masters
         own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-        state, inner = optimizer.state, masters.inner
-        if inner is None or not masters.have_same_entries(state, inner):
-            inner = _rekeyed(state, masters.items())
-            masters.state_keys = tuple(state), tuple(inner)
-        if masters.standing is None:
-            masters.standing = [
-                [masters.get(param, param) for param in params] for _, params in own
-            ]
         # What `leave` restores is recorded before anything is written.
-        self._own, self._state, self._inner = own, state, inner
-        optimizer.state = masters.inner = inner
-        for (params, _), weights in zip(own, masters.standing, strict=True):
-            params[:] = weights
+        self._state = optimizer.state
+        self._inner = _rekeyed(optimizer.state, masters.items())
+        self._own = own
+        optimizer.state = self._inner
+        for params, _ in own:
+            params[:] = [masters.get(param, param) for param in params]
 
     def leave(self) -> None:
         """Undoes `enter`, also one that was interrupted, as a `leave` may have been."""
         if self._own is None:
             return
-        optimizer, masters = self.optimizer, self.optimizer._masters
+        optimizer, state = self.optimizer, self._state
         for params, own in self._own:
             params[:] = own
-        state, inner = self._state, optimizer.state
-        is_same = inner is self._inner and masters.have_same_entries(state, inner)
-        if inner is not state and not is_same:
-            back = [(weight, param) for param, weight in masters.items()]
-            entries = _rekeyed(inner, back)
-            masters.state_keys = tuple(entries), tuple(inner)
-            if inner is self._inner:
+        if optimizer.state is not state:
+            back = ((weight, param) for param, weight in optimizer._masters.items())
+            entries = _rekeyed(optimizer.state, back)
+            if optimizer.state is self._inner:
                 # The same object, which others may hold.
                 state.clear()
                 state.update(entries)
             else:
                 state = entries
-        optimizer.state = state
+            optimizer.state = state
         self._own = None
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -531,8 +454,8 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
         The optimizer.
 
     Raises:
-        TypeError: If it is none, wraps another one, has a flat parameter of FSDP1, or an attribute
-            `master_weights` of its own.
+        TypeError: If it is none, wraps another one, or has a flat parameter of FSDP1; for a class
+            whose first base is ABC or Generic.
         ValueError: If a group is differentiable.
         RuntimeError: If its `step` was replaced on the instance, or under CUDA graph capture.
 
@@ -553,12 +476,6 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
             "the optimizer's step was replaced on the instance: call master_weights_ before the "
             "scheduler or trainer gets it"
         )
-    for name in ("master_weights", "widen_gradients", *MasterWeights.__annotations__):
-        if hasattr(optimizer, name):
-            raise TypeError(
-                f"{kind.__qualname__} has an attribute {name} of its own, which master_weights_ "
-                "needs"
-            )
     refuse_capture("master_weights_, which makes float32 weights", "call it before")
     refuse_differentiable(optimizer.param_groups, "master weights do")
     if any(getattr(param, "_is_flat_param", False) for param in _params(optimizer)):
@@ -601,15 +518,7 @@ def _is_trained(param: Tensor) -> bool:
 @cache
 def _class_of(kind: Any) -> type[MasterWeights]:
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # The bases have this order, or an instance could not change to the class where the first base
-    # of its kind is no optimizer.
-    base, bases = cast(Any, type(kind)), (kind, MasterWeights)
-
-    def mro(cls: type) -> Any:
-        """Puts MasterWeights before the kind, which must be the first base."""
-        return [cls, MasterWeights, *kind.__mro__] if cls.__bases__ == bases else base.mro(cls)
-
-    made: Any = type(base.__name__, (base,), {"mro": mro})(kind.__name__, bases, names)
+    made: Any = type(kind)(kind.__name__, (MasterWeights, kind), names)
     step: Any = torch.optim.Optimizer.profile_hook_step(MasterWeights.step)
     step.hooked = True
     # For code that asks whether it takes a closure or a scaler.
