@@ -305,12 +305,7 @@ class _State:
         stays: These.
         zero: 0-dim float32.
         one: 0-dim float32.
-        tracker: The growth tracker of the last update.
-        known: Its growth interval, and the version of the tracker after it.
     """
-
-    tracker: Tensor | None = None
-    known: tuple[Any, int] | None = None
 
     @torch.inference_mode(False)
     def __init__(self, words: Tensor) -> None:
@@ -365,38 +360,41 @@ def update(given: Update, limits: Any = None, may_spike: bool = False) -> bool:
 @torch.no_grad()
 def _update(given: Update, limits: Any, may_spike: bool) -> None:
     """`update` by torch's ops, of which the host reads nothing."""
-    scale, growth_tracker, flags = given.scale, given.growth_tracker, given.found_infs
-    interval, norm = given.growth_interval, given.norm
     words: Any = given.state
-    first, *others = [moved(flag, scale.device) for flag in flags]
+    interval, norm = given.growth_interval, given.norm
+    first, *others = [moved(flag, given.scale.device) for flag in given.found_infs]
     # Out of place, since callers may hold the flags.
-    found_inf = sum(others, start=first)
+    found = given.scale, given.growth_tracker, sum(others, start=first)
+    scale, tracker, flag = (each.reshape(()) if each.dim() else each for each in found)
     rule = given.growth_factor, given.backoff_factor, interval
+    tracker_before = tracker.clone() if may_spike else tracker
+    # torch's op grows where the tracker equals the interval, which may have been lowered.
+    if isinstance(interval, int) and interval >= 1:
+        tracker.clamp_(max=min(interval - 1, 2**31 - 1))
     if words is None:
-        _update_by_torch(scale, growth_tracker, found_inf, rule, True)
+        torch._amp_update_scale_(scale, tracker, flag, *rule)
         return
-    tracker, scale, flag = (
-        each.reshape(()) if each.dim() else each for each in (growth_tracker, scale, found_inf)
-    )
     state: _State | None = getattr(words, "_of_ops", None)
     if state is None:
         state = words._of_ops = _State(words)
     before, zero, one = state.before, state.zero, state.one
     before.copy_(scale)
-    spiked, tracker_before = zero, tracker
+    spiked, overflow = zero, flag
     if may_spike:
         spiked = (flag != 0) & (flag.abs() < SPIKE_BOUND)
-        found_inf, tracker_before = torch.where(spiked, zero, flag), tracker.clone()
-    overflow = found_inf if found_inf.dim() == 0 else flag
-    # A tracker that was loaded, or that had another interval, may be beyond the interval.
-    has_version = not growth_tracker.is_inference()
-    is_known = has_version and state.known == (interval, growth_tracker._version)
-    is_known = is_known and state.tracker is growth_tracker
-    _update_by_torch(scale, tracker, overflow, rule, not is_known)
+        overflow = torch.where(spiked, zero, flag)
+    torch._amp_update_scale_(scale, tracker, overflow, *rule)
     # The tracker is 0 after an overflow, and where the scale was to grow.
     keeps = overflow + tracker
-    if not limits.is_torchs:
-        _limit_(scale, overflow, limits, state)
+    if limits.hysteresis > 1:
+        tolerated = state.counters[state_layout.TOLERATED]
+        is_tolerated = (overflow != 0) & (tolerated < limits.hysteresis - 1)
+        scale.copy_(torch.where(is_tolerated, before, scale))
+    # A scale that was set beyond them is not moved the wrong way.
+    if limits.max_scale is not None:
+        scale.copy_(torch.minimum(scale, before.clamp(min=limits.max_scale)))
+    if limits.min_scale is not None:
+        scale.copy_(torch.maximum(scale, before.clamp(max=limits.min_scale)))
     if may_spike:
         scale.copy_(torch.where(spiked, before, scale))
         tracker.copy_(torch.where(spiked, tracker_before, tracker))
@@ -415,36 +413,6 @@ def _update(given: Update, limits: Any, may_spike: bool) -> None:
     place = torch.bitwise_and(state.steps, state_layout.RING_STEPS - 1)
     state.ring.index_copy_(0, place, state.row)
     torch.addcmul(state.grows, state.counters, state.stays, out=state.counters)
-    if has_version:
-        state.tracker, state.known = growth_tracker, (interval, growth_tracker._version)
-
-
-def _update_by_torch(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    rule: tuple[Any, Any, Any],
-    is_new: bool,
-) -> None:
-    """torch's op, whose scale grows where a tracker equals the interval, lowered or not."""
-    interval = rule[2]
-    if is_new and isinstance(interval, int) and interval >= 1:
-        growth_tracker.clamp_(max=min(interval - 1, 2**31 - 1))
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, *rule)
-
-
-def _limit_(scale: Tensor, overflow: Tensor, limits: Any, state: _State) -> None:
-    """Holds the next scale to hysteresis and limits, as csrc/scale.h does."""
-    before = state.before
-    if limits.hysteresis > 1:
-        tolerated = state.counters[state_layout.TOLERATED]
-        is_tolerated = (overflow != 0) & (tolerated < limits.hysteresis - 1)
-        scale.copy_(torch.where(is_tolerated, before, scale))
-    # A scale that was set beyond them is not moved the wrong way.
-    if limits.max_scale is not None:
-        scale.copy_(torch.minimum(scale, before.clamp(min=limits.max_scale)))
-    if limits.min_scale is not None:
-        scale.copy_(torch.maximum(scale, before.clamp(max=limits.min_scale)))
 
 
 @torch.no_grad()

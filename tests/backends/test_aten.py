@@ -23,7 +23,7 @@ from ampfast.backends.core import Update, compiled, state_layout
 from ampfast.scaler.loss_scale import Limits, LossScale
 
 SIZES = (10, 62, 160)
-MOST_MORE = 8
+MOST_MORE = 9
 
 
 class Count(TorchDispatchMode):
