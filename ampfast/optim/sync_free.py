@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from itertools import product
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampfast.backends.cuda_graphs import refuse_capture
-from ampfast.backends.scalars import allocate
 from ampfast.errors import refuse_differentiable
 from ampfast.optim.fused_support import fault_of
 
@@ -23,7 +19,6 @@ _FUSED_DOES = "torch's fused implementation does"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # State that kernels index like the parameter.
 _ELEMENTWISE_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
-_ATTRIBUTES = ("layout", "dtype", "device", "shape", "order in memory")
 
 
 def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -94,7 +89,6 @@ def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
-    tried = set()
     for number, param in enumerate(group["params"]):
         state = optimizer.state.get(param)
         # A parameter without a step may have any dtype, as in a quantised model.
@@ -103,58 +97,46 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
         where = f"parameter {number} of group {index}"
         if "param_names" in group:
             where += f" ({group['param_names'][number]})"
-        like = param.device, param.dtype
-        if like not in tried:
-            tried.add(like)
-            _try_step(type(optimizer), group, param, where)
-        tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
-        _check_memory(param, {"the gradient": param.grad, **tensors}, where)
+        _require_kernels(type(optimizer), param, where)
+        if type(param) in _PLAIN:  # a subclass defines its own layout
+            tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
+            _require_same_memory(param, {"the gradient": param.grad, **tensors}, where)
 
 
-def _try_step(
-    kind: type[torch.optim.Optimizer], group: dict[str, Any], param: Tensor, where: str
-) -> None:
-    """Steps a one-element parameter like `param`, since kernels differ between torch versions."""
-    trial = allocate(torch.zeros, 1, dtype=param.dtype, device=param.device)
-    trial.grad = torch.zeros_like(trial)
-    optimizer = kind([trial], fused=True)  # type: ignore[call-arg]
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    optimizer.param_groups[0].update(options, **_FUSED)
+def _require_kernels(kind: type[torch.optim.Optimizer], param: Tensor, where: str) -> None:
+    """Refuses dtypes and devices whose kernels fail a trial, as they differ by torch's version."""
+    what = f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype} on {param.device}"
     try:
-        # Unwrapped, since global optimizer hooks would see this step.
-        inspect.unwrap(kind.step)(optimizer)
+        fault = fault_of(kind, param.dtype, param.device)
     except (RuntimeError, TypeError, ValueError) as error:
-        what = "" if type(param) in _PLAIN else f" {type(param).__name__}"
-        raise ValueError(
-            f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype}{what} on "
-            f"{param.device}: {error}"
-        ) from error
-    fault = fault_of(kind, param.dtype, param.device)
+        raise ValueError(f"{what}: {error}") from error
     if fault is not None:
         raise ValueError(
-            f"torch's fused {kind.__name__} {fault}, for {where}, a {param.dtype} on "
-            f"{param.device}, as a trial has found: keep the optimizer, which GradScaler steps "
+            f"{what}: it {fault}, as a trial has found: keep the optimizer, which GradScaler steps "
             "with one host sync"
         )
 
 
-def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
+def _require_same_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
     """Refuses layouts that fused kernels, which index memory linearly, would misread."""
-    if type(param) not in _PLAIN:
-        return  # a subclass defines its own layout
-    if param.layout is not torch.strided:
-        raise ValueError(f"{where} is {param.layout}; torch's fused kernels need strided tensors")
-    # empty_like preserves strides only of dense tensors without overlap.
-    if torch.empty_like(param, device="meta").stride() != param.stride():
+    look, strides = _look(param), None
+    if param.layout is torch.strided:
+        # empty_like preserves strides only of dense tensors without overlap.
+        strides = torch.empty_like(param, device="meta").stride()
+    if strides is None or strides != param.stride():
         raise ValueError(
-            f"{where} has strides {param.stride()} for shape {tuple(param.shape)}: its elements "
-            "overlap or leave gaps, and torch's fused kernels need dense tensors"
+            f"{where} is {look}: its elements overlap or leave gaps, and torch's fused kernels "
+            "need dense tensors"
         )
-    for (name, value), what in product(tensors.items(), _ATTRIBUTES):
-        if isinstance(value, Tensor):
-            get = Tensor.stride if what == "order in memory" else attrgetter(what)
-            if get(value) != get(param):
-                raise ValueError(
-                    f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
-                    "torch's fused kernels need the same"
-                )
+    for name, value in tensors.items():
+        if isinstance(value, Tensor) and _look(value) != look:
+            raise ValueError(
+                f"{name} of {where} is {_look(value)}: torch's fused kernels need it as the "
+                f"parameter is, {look}"
+            )
+
+
+def _look(tensor: Tensor) -> str:
+    strides = tensor.stride() if tensor.layout is torch.strided else "none"
+    kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
+    return f"{kind}, of shape {tuple(tensor.shape)} and strides {strides}"

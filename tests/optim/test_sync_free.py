@@ -212,10 +212,10 @@ def test_differentiable(kind: str) -> None:
     assert_same(loop.optimizer.state_dict(), before)
 
 
-def with_second(kind: str, second: torch.Tensor, **group: Any) -> torch.optim.Optimizer:
+def with_second(kind: str, second: torch.Tensor) -> torch.optim.Optimizer:
     make, options = KINDS[kind]
     first = torch.nn.Parameter(torch.ones(2))
-    return make([{"params": [first]}, {"params": [first.detach(), second], **group}], **options)
+    return make([{"params": [first]}, {"params": [first.detach(), second]}], **options)
 
 
 def frozen_with_a_gradient() -> torch.Tensor:
@@ -229,29 +229,29 @@ def trained(*to: Any, sparse: bool = False) -> torch.Tensor:
     return torch.nn.Parameter(ones.to_sparse() if sparse else ones)
 
 
-ONES, NUMBER = torch.ones(2), torch.tensor(0.1, device="meta")
-# Kinds, second parameter, changes of its group, and text.
-SECOND: list[tuple[tuple[str, ...], torch.Tensor, dict[str, Any], str]] = [
-    (PLAIN, trained(torch.complex64), {}, "{step}, a torch.complex64 on cpu"),
-    (PLAIN, trained("meta"), {}, "{step}, a torch.float32 on meta"),
-    (PLAIN, trained(torch.float8_e4m3fn), {}, "{step}, a torch.float8_e4m3fn on cpu"),
+ONES = torch.ones(2)
+# Kinds, second parameter, and text.
+SECOND: list[tuple[tuple[str, ...], torch.Tensor, str]] = [
+    (PLAIN, trained(torch.complex64), "{step}, a torch.complex64 on cpu"),
+    (PLAIN, trained("meta"), "{step}, a torch.float32 on meta"),
+    (PLAIN, trained(torch.float8_e4m3fn), "{step}, a torch.float8_e4m3fn on cpu"),
     # Frozen ones that may step: torch's Adagrad has state from the beginning.
-    (("adagrad",), ONES.to(torch.complex64), {}, "{step}"),
-    (("adam",), frozen_with_a_gradient(), {}, "parameter 1 of group 1 has strides (2,)"),
-    # A learning rate that the kernel cannot take.
-    (("sgd",), trained(), {"lr": ONES}, "{step}"),
-    (("sgd",), trained(sparse=True), {}, "parameter 1 of group 1 is torch.sparse_coo"),
+    (("adagrad",), ONES.to(torch.complex64), "{step}"),
+    (
+        ("adam",),
+        frozen_with_a_gradient(),
+        {},
+        "strides (2,): its elements overlap or leave gaps",
+    ),
+    (("sgd",), trained(sparse=True), "parameter 1 of group 1 is torch.sparse_coo"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "second", "group", "text"), [(kind, *row) for kinds, *row in SECOND for kind in kinds]
+    ("kind", "second", "text"), [(kind, *row) for kinds, *row in SECOND for kind in kinds]
 )
-def test_parameters_and_groups(
-    kind: str, second: torch.Tensor, group: dict[str, Any], text: str
-) -> None:
+def test_parameters(kind: str, second: torch.Tensor, text: str) -> None:
     optimizer = with_second(kind, second)
-    optimizer.param_groups[1].update(group)
     step = f"torch's fused {KINDS[kind][0].__name__} cannot step parameter 1 of group 1"
     assert text.format(step=step) in refusal(optimizer)
 
@@ -269,10 +269,10 @@ def test_a_refusal_has_the_name_of_the_parameter() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda t: t.double(), "dtype: torch.float64, not torch.float32"),
-        (lambda t: t.t().contiguous().t(), r"order in memory: (1, 3), not (4, 1)"),
-        (lambda t: t[:2], "shape: torch.Size([2, 4]), not torch.Size([3, 4])"),
-        (lambda t: t.to_sparse(), "layout: torch.sparse_coo, not torch.strided"),
+        (lambda t: t.double(), "torch.strided, torch.float64"),
+        (lambda t: t.t().contiguous().t(), "of shape (3, 4) and strides (1, 3)"),
+        (lambda t: t[:2], "of shape (2, 4)"),
+        (lambda t: t.to_sparse(), "torch.sparse_coo"),
     ],
     ids=["dtype", "strides", "shape", "sparse"],
 )
@@ -284,8 +284,10 @@ def test_state_and_gradients_unlike_the_parameter(
     param = optimizer.param_groups[1]["params"][1]
     state, kept = optimizer.state[param], dict(optimizer.state[param])
     state[key] = change(state[key])
-    assert f"the {key!r} of parameter 1 of group 1 has another {what}" in refusal(optimizer)
-    if "dtype" not in what and "shape" not in what:  # which torch does not allow to be assigned
+    found = refusal(optimizer)
+    assert f"the {key!r} of parameter 1 of group 1 is " in found and what in found
+    if "(3" in what or "sparse" in what:  # torch does not allow others to be assigned
         state.update(kept)
         param.grad = change(param.grad)
-        assert f"the gradient of parameter 1 of group 1 has another {what}" in refusal(optimizer)
+        found = refusal(optimizer)
+        assert "the gradient of parameter 1 of group 1 is " in found and what in found
