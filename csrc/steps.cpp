@@ -153,8 +153,10 @@ PyObject* flags_of(PyObject* const* args) {
     if (!PyDict_CheckExact(turn.ptr()) && !py::getattr(turn, agreement, py::none()).is_none()) {
       agree(turn);
     }
-    for (const py::handle flag : turn[name].attr("values")()) {
-      found.append(flag);
+    const py::dict flags = py::dict(turn[name]);
+    PyObject *device = nullptr, *flag = nullptr;
+    for (Py_ssize_t place = 0; PyDict_Next(flags.ptr(), &place, &device, &flag) != 0;) {
+      found.append(py::handle(flag));
     }
   }
   return found.release().ptr();

@@ -917,16 +917,17 @@ class GradScaler(TorchGradScaler):
         self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
         loss_scale.norms = []
-        if self._skip_above is not None and is_step:
+        if not is_step:
+            return
+        if self._skip_above is not None:
             self._norm_histories.end_iteration()
-        if is_step:
-            watch, words = self._skip_watch, loss_scale.words
-            watch.due -= 1
-            self._skip_log.due -= 1
-            if self._skip_log.due <= 0 and words is not None:
-                self._skip_log.see(words, self)
-            if watch.due <= 0 and words is not None and watch.ends(words):
-                raise watch.error(self.stats(), self._report_or_reason())
+        watch, log, words = self._skip_watch, self._skip_log, loss_scale.words
+        watch.due -= 1
+        log.due -= 1
+        if log.due <= 0 and words is not None:
+            log.see(words, self)
+        if watch.due <= 0 and words is not None and watch.ends(words):
+            raise watch.error(self.stats(), self._report_or_reason())
 
 
 # The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run.
