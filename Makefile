@@ -26,18 +26,17 @@ ifneq ($(shell cd / && $(PYTHON) -c 'import torch, setuptools' 2>/dev/null && ec
 VENV ?=
 DRAWS := $(if $(shell cd / && $(PYTHON) -c 'import matplotlib, sklearn' 2>/dev/null && echo yes),,build/draws/.installed)
 else
-# With little more than torch. What torch needs comes with the rest.
+# With little more than torch.
 VENV ?= .venv-demo
 NEEDS ?= requirements/build.txt
 DRAWS := $(VENV:=/.draws)
 MAKEFLAGS += --jobs=2
-TORCH_ONLY := --no-deps
 endif
 endif
 endif
 # The default build of torch for Linux brings CUDA, several GB, which no CPU can use.
 ifeq ($(shell command -v nvidia-smi),)
-SMALL_TORCH ?= $(TORCH_ONLY) --extra-index-url https://download.pytorch.org/whl/cpu
+SMALL_TORCH ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 VENV ?= .venv
 NEEDS ?= requirements/dev.txt requirements/lint.txt
@@ -231,8 +230,9 @@ $(VENV)/pyvenv.cfg:
 		echo "$(PYTHON) cannot make an environment: install its venv module (apt install python3-venv)" \
 		>&2; exit 1; }
 
+# What torch needs comes with the rest: pip would look for each of these in the other index, too.
 $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
-	$(RUN) -m pip install $(SMALL_TORCH) -r $<
+	$(RUN) -m pip install --no-deps $(SMALL_TORCH) -r $<
 	@touch $@
 
 build/draws/.installed: requirements/demo.txt
