@@ -11,39 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, distributed
 from ampfast.backends import cuda_graphs, scalars
-from ampfast.backends.core import (
-    Factor,
-    Pass,
-    claim_of,
-    flags_of,
-    is_found,
-    overrides,
-    turn_of,
-)
+from ampfast.backends.core import Factor, Pass, claim_of, flags_of, is_found, overrides, turn_of
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
-from ampfast.backends.gpu import DeviceKernels, Ending
-from ampfast.backends.scalars import moved, new_flag
+from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.scalars import new_flag
 from ampfast.clip import global_norm
 from ampfast.clip.global_norm import can_defer
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, sigmas_limit, skip_limit_of
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport, require_known
 from ampfast.errors import add_note, not_compiled, warn_caller
-from ampfast.gradients import (
-    NO_TURN,
-    READY,
-    STEPPED,
-    UNSCALED,
-    Flags,
-    Records,
-    TorchGradScaler,
-    Turn,
-    new_turn,
-)
+from ampfast.gradients import READY, STEPPED, UNSCALED, Flags, Records, TorchGradScaler, new_turn
 from ampfast.optim.fused_support import divides_by_itself, explain, flag_unchecked, why_unchecked
 from ampfast.scaler import late_backward, out_of_turn
 from ampfast.scaler.checkpoint import explained, require_loadable
@@ -160,16 +141,7 @@ class GradScaler(TorchGradScaler):
     _reports = cached_property(lambda self: Reports(self._track, self._loss_scale))
     _skip_watch = cached_property(lambda self: SkipWatch())
     _skip_log = cached_property(lambda self: SkipLog())
-    _passes = cached_property(
-        lambda self: Passes(
-            *(self._choice, self._ranks, self._reports.tracking, self._loss_scale),
-            self._norm_histories,
-            is_guard=self._is_guard,
-            keeps_norms=self._track == "norms",
-            allow_fp16=self._allow_fp16,
-            skip_above=self._skip_above,
-        )
-    )
+    _passes = cached_property(lambda self: Passes(self))
 
     def __init__(
         self,
@@ -201,11 +173,7 @@ class GradScaler(TorchGradScaler):
         backends.require_known(backend)
         if enabled:
             self._choice = backends.choose(backend)
-        # torch would do so too, but its warning would point here instead of at the caller.
-        if enabled and device == "cuda" and amp_definitely_not_available():
-            warn_caller(
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
-            )
+        if enabled and not out_of_turn.is_available(device):
             enabled = False
         super().__init__(
             device,
@@ -232,11 +200,11 @@ class GradScaler(TorchGradScaler):
     def __repr__(self) -> str:
         if not self._enabled:
             return f"<{type(self).__name__}: disabled>"
-        scale, init = self._scale, self._init_scale
-        device = torch.device("cpu") if scale is None else scale.device
-        is_known = scale is None or scale.is_cpu or "_kernels" in vars(self)
-        backend = self._choice.name_for(device) if is_known else None
-        return f"<{type(self).__name__}: {described(scale, init, self._loss_scale, backend)}>"
+        # A GPU's backend is tried when it is asked for.
+        is_known = self._scale is None or self._scale.is_cpu or "_kernels" in vars(self)
+        given = (self._scale, self._init_scale, self._loss_scale)
+        told = described(*given, self._choice if is_known else None)
+        return f"<{type(self).__name__}: {told}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -391,7 +359,7 @@ class GradScaler(TorchGradScaler):
             passes.agree(turn)  # retries a collective that failed
         was_late = turn.is_late
         if was_late:
-            self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
+            late_backward.warn(self, optimizer, turn, late_backward.WARNING)
         try:
             if overridden:
                 result = step_hooked(self, optimizer, turn, args, kwargs)
@@ -420,7 +388,7 @@ class GradScaler(TorchGradScaler):
             raise
         turn["stage"] = STEPPED
         if turn.is_late != was_late:
-            self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
+            late_backward.warn(self, optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
     @not_compiled
@@ -480,7 +448,11 @@ class GradScaler(TorchGradScaler):
             if self._scale is None or self._growth_tracker is None:
                 self._checked_scale("step", optimizers[-1])
             turns = self._per_optimizer_states
-            ending = self._loss_scale_update(but=optimizers[-1])
+            others = {key: turn for key, turn in turns.items() if key != id(optimizers[-1])}
+            flags = flags_of(others, self._passes.agree)
+            factors = self._growth_factor, self._backoff_factor, self._growth_interval
+            given = (self._scale, self._growth_tracker, flags, factors, self._kernels)
+            ending = self._loss_scale.ending(*given)
         try:
             for optimizer in optimizers[-1:]:
                 if ending is not None:
@@ -600,7 +572,7 @@ class GradScaler(TorchGradScaler):
         """
         optimizers, order = global_norm.optimizers_of(optimizer), global_norm.order_of(norm_type)
         known: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
-        turns = [known.get(id(each), NO_TURN) for each in optimizers]
+        turns = [known.get(id(each)) or new_turn() for each in optimizers]
         scale = self._checked_scale("grad_norm", *optimizers) if self._enabled else None
         if any(turn["stage"] is STEPPED for turn in turns):
             raise out_of_turn.stepped("grad_norm() is being called after step().")
@@ -749,10 +721,7 @@ class GradScaler(TorchGradScaler):
         scale = super().get_scale()
         if scale == 0.0 and not self._warned_of_zero:
             self._warned_of_zero = True
-            warn_caller(
-                "The scale is 0 and cannot recover: every step will be skipped. Set it with "
-                "update(new_scale), and look for NaN in the model or its input."
-            )
+            warn_caller(out_of_turn.ZERO_SCALE)
         return scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -783,9 +752,8 @@ class GradScaler(TorchGradScaler):
         if not self._enabled or len(state_dict) == 0:
             super().load_state_dict(state_dict)  # which does nothing, or raises
             return
-        interval = self._growth_interval
+        rules = (self._loss_scale.limits, self._dynamic, self._is_guard, self._growth_interval)
         with explained(state_dict):
-            rules = self._loss_scale.limits, self._dynamic, self._is_guard, interval
             tolerated, norms = require_loadable(state_dict, *rules)
             super().load_state_dict(state_dict)
         self._norm_histories.load(norms)
@@ -844,8 +812,11 @@ class GradScaler(TorchGradScaler):
             turn = turn_of(self._records, self._per_optimizer_states, optimizer)
             return self._passes.agree_beside_hooks(optimizer, turn, self._scale)
         scale = self._checked_scale("_check_inf_per_device", optimizer)
-        turn = turn_of(self._records, self._per_optimizer_states, optimizer)
-        return self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
+        turns = {**self._per_optimizer_states}  # as by torch's, an error leaves no new one
+        turn = turn_of(self._records, turns, optimizer)
+        flags = self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
+        self._per_optimizer_states.update(turns)
+        return flags
 
     def _maybe_opt_step(
         self,
@@ -860,15 +831,6 @@ class GradScaler(TorchGradScaler):
             return cuda_graphs.step_unless(flags, optimizer, args, kwargs)
         return None if found else optimizer.step(*args, **kwargs)
 
-    def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
-        # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
-        # unscales again.
-        claim = claim_of(optimizer)
-        steps = turn["found_inf_per_device"] or divides_by_itself(optimizer, turn.record, claim)
-        if steps and turn["stage"] is not READY and not self._warned_of_backward:
-            self._warned_of_backward = True
-            warn_caller(text.format(type(optimizer).__name__))
-
     # What the steps above ask for.
 
     def _checked_scale(self, method: str, *optimizers: Any) -> Tensor:
@@ -882,35 +844,19 @@ class GradScaler(TorchGradScaler):
             raise AssertionError(f"_scale is None in {method}")
         return self._scale
 
-    def _loss_scale_update(self, but: Any) -> Ending | None:
-        """The update of the scale, for the last check of an iteration, that of one optimizer."""
-        scale, growth_tracker = self._scale, self._growth_tracker
-        if scale is None or growth_tracker is None or not isinstance(self._kernels, DeviceKernels):
-            return None
-        others = {k: turn for k, turn in self._per_optimizer_states.items() if k != id(but)}
-        flags = [moved(flag, scale.device) for flag in flags_of(others, self._passes.agree)]
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        given = (scale, growth_tracker, flags, factors)
-        return self._loss_scale.ending(*given, self._kernels)
-
     def _set_scale(self, new_scale: float | Tensor) -> bool:
         """Takes a scale from the caller; whether the flags of this iteration count as a step."""
         if self._is_guard:
-            raise ValueError(
-                f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False "
-                "and init_scale=1"
-            )
-        scale, tracker = self._scale, self._growth_tracker
+            raise out_of_turn.always_1(new_scale)
+        scale, tracker, turns = self._scale, self._growth_tracker, self._per_optimizer_states
         before = None if scale is None else scale.detach().to(torch.float32, copy=True)
-        turns = self._per_optimizer_states
         flags = [] if scale is None else flags_of(turns, self._passes.agree)
         super().update(new_scale)
-        is_step = False
-        if before is not None and tracker is not None and flags:
-            is_step = True
-            given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
-            self._loss_scale.update_(*given, self._kernels)
-        return is_step
+        if before is None or tracker is None or not flags:
+            return False
+        given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
+        self._loss_scale.update_(*given, self._kernels)
+        return True
 
     def _end_iteration(self, *, is_step: bool = True) -> None:
         """Ends an iteration, which counts as a step unless the caller only set the scale."""

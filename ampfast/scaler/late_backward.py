@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.gradients import UNSCALED, Turn
+from ampfast.backends.core import claim_of
+from ampfast.errors import warn_caller
+from ampfast.gradients import READY, UNSCALED, Turn
+from ampfast.optim.fused_support import divides_by_itself
 
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
@@ -64,6 +67,17 @@ def watch(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
             each.register_hook(compare_after)
 
     return visited(scaled, hook) if watched else scaled
+
+
+def warn(scaler: Any, optimizer: object, turn: Turn, text: str) -> None:
+    """Warns once of a backward that came late, where the step takes the gradients all the same."""
+    # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
+    # unscales again.
+    claim = claim_of(optimizer)
+    steps = turn["found_inf_per_device"] or divides_by_itself(optimizer, turn.record, claim)
+    if steps and turn["stage"] is not READY and not scaler._warned_of_backward:
+        scaler._warned_of_backward = True
+        warn_caller(text.format(type(optimizer).__name__))
 
 
 def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:

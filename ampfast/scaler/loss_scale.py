@@ -167,18 +167,21 @@ class LossScale:
 
     def ending(
         self,
-        scale: Tensor,
-        growth_tracker: Tensor,
+        scale: Tensor | None,
+        growth_tracker: Tensor | None,
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
-        kernels: DeviceKernels,
+        kernels: Kernels,
     ) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""
+        if scale is None or growth_tracker is None or not isinstance(kernels, DeviceKernels):
+            return None
         is_known = list(map(type, factors)) == [float, float, int]
         numbers = factors if is_known else _factors(factors)
         if numbers is None:
             return None
-        given = (scale, growth_tracker, found_infs, *numbers, self.words_on(scale.device))
+        flags = [scalars.moved(flag, scale.device) for flag in found_infs]
+        given = (scale, growth_tracker, flags, *numbers, self.words_on(scale.device))
         return kernels.ending(Update(*given, self._joint_norm(scale.device)))
 
     def _joint_norm(self, device: torch.device) -> Tensor | None:

@@ -8,10 +8,16 @@ from numbers import Number
 from typing import Any
 
 import torch
+from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast.errors import add_note
+from ampfast.errors import add_note, warn_caller
 from ampfast.gradients import READY, UNSCALED
 from ampfast.optim.fused_support import device_of, explain
+
+ZERO_SCALE = (
+    "The scale is 0 and cannot recover: every step will be skipped. Set it with "
+    "update(new_scale), and look for NaN in the model or its input."
+)
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
@@ -75,6 +81,25 @@ def require_one_by_one(optimizers: Sequence[Any]) -> None:
                 "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
                 f"got a {type(optimizer).__name__}"
             )
+
+
+def is_available(device: str) -> bool:
+    """Whether the device of an enabled scaler is; warns, as torch's, if there is no CUDA.
+
+    torch's warning would point into this package instead of at the caller.
+    """
+    if device != "cuda" or not amp_definitely_not_available():
+        return True
+    warn_caller("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
+    return False
+
+
+def always_1(new_scale: object) -> ValueError:
+    """Returns the error for a scale that a guard is given."""
+    return ValueError(
+        f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False and "
+        "init_scale=1"
+    )
 
 
 def require_flags(device: object, **flags: object) -> None:

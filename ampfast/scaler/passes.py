@@ -9,19 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfast.backends import Choice
 from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use, riding
 from ampfast.backends.gpu import Ending
 from ampfast.backends.scalars import allocate, inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
-from ampfast.distributed import Ranks
 from ampfast.gradients import READY, UNSCALED, Flags, Turn, is_unscaled, new_turn
-from ampfast.scaler.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ampfast.diagnose.overflow_report import Tracking
+    from ampfast.distributed import Ranks
+    from ampfast.scaler.loss_scale import LossScale
 
 _SCALED, _DEFERRED, _AS_THEY_ARE = [Use.SCALED], [Use.DEFERRED], [Use.AS_THEY_ARE]
 # Members of enums, which are slow to read from a class.
@@ -32,45 +30,29 @@ class Passes:
     """What a scaler does with the gradients of optimizers: find, run, agree, decide.
 
     Args:
-        choice: The kernels.
-        ranks: The ranks to agree with.
-        tracking: Tables by parameter, or None.
-        loss_scale: The state of the scale.
-        histories: The norms of the steps of each optimizer.
-        is_guard: Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
-        keeps_norms: Whether norms are kept by parameter.
-        allow_fp16: Whether float16 gradients may be unscaled.
-        skip_above: The largest norm of a step that is taken, or None.
+        scaler: The scaler, of which it takes the kernels, the ranks, the tables of tracking, the
+            state of the scale, the histories of norms and the settings as they are now.
 
     Attributes:
         agree: Gives a turn, which has an agreement until then, the flags of all ranks.
-        is_guard: As above.
+        is_guard: Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
         skip_limit: `skip_above`, or infinity where norms are only kept.
     """
 
-    def __init__(
-        self,
-        choice: Choice,
-        ranks: Ranks,
-        tracking: Tracking | None,
-        loss_scale: LossScale,
-        histories: NormHistories,
-        *,
-        is_guard: bool,
-        keeps_norms: bool,
-        allow_fp16: bool,
-        skip_above: float | Sigmas | None,
-    ) -> None:
-        no_limit = math.inf if keeps_norms else None
-        self.skip_limit = no_limit if skip_above is None else skip_above
-        self._ranks, self._loss_scale, self._histories = ranks, loss_scale, histories
-        self.is_guard, self._is_alone = is_guard, ranks.is_alone
+    def __init__(self, scaler: Any) -> None:
+        keeps_norms, limit = scaler._track == "norms", scaler._skip_above
+        self.skip_limit = math.inf if keeps_norms and limit is None else limit
+        self._ranks: Ranks = scaler._ranks
+        self._loss_scale: LossScale = scaler._loss_scale
+        self._histories: NormHistories = scaler._norm_histories
+        self.is_guard, self._is_alone = scaler._is_guard, scaler._ranks.is_alone
         self._scale: Tensor | None = None
         self._unscaling = self._dividing = Pass(False, Factor.NONE)
-        self._finder = finder = Finder(choice)
+        self._finder = finder = Finder(scaler._choice)
         self.agree = finder.agree
-        finder.ranks, finder.tracking, finder.keeps_norms = ranks, tracking, keeps_norms
-        finder.has_group, finder.allow_fp16 = not ranks.is_alone, allow_fp16
+        finder.ranks, finder.tracking = scaler._ranks, scaler._reports.tracking
+        finder.has_group, finder.keeps_norms = not self._is_alone, keeps_norms
+        finder.allow_fp16 = scaler._allow_fp16
 
     def _take_scale(self, scale: Tensor) -> None:
         """Makes the passes of a scale."""

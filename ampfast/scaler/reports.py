@@ -20,6 +20,7 @@ from ampfast.diagnose.overflow_report import Names, OverflowReport, Tracking
 from ampfast.gradients import Flags, Record
 
 if TYPE_CHECKING:
+    from ampfast.backends import Choice
     from ampfast.distributed import Ranks
     from ampfast.scaler.loss_scale import LossScale
 
@@ -125,17 +126,18 @@ def _words_of(loss_scale: LossScale | None) -> Tensor | None:
 
 
 def described(
-    scale: Tensor | None, init_scale: float, loss_scale: LossScale, backend: str | None
+    scale: Tensor | None, init_scale: float, loss_scale: LossScale, choice: Choice | None
 ) -> str:
     """What a scaler's repr tells: nothing that waits for a GPU."""
     if scale is None:
         return f"scale {_power_of_2(init_scale)}, on no device yet"
     if not scale.is_cpu:
-        uses = "" if backend is None else f", backend {backend}"
+        uses = "" if choice is None else f", backend {choice.name_for(scale.device)}"
         return f"scale, steps and skipped on {scale.device}: see stats(){uses}"
     words = loss_scale.words_on(scale.device)
     steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
     number = _power_of_2(scale.item())
+    backend = "unknown" if choice is None else choice.name_for(scale.device)
     return f"scale {number}, {steps} steps, {skipped} skipped, backend {backend}"
 
 

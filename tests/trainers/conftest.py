@@ -14,7 +14,7 @@ from runs import EXAMPLES
 from support.steps import host_reads
 
 import ampfast
-from ampfast.scaler import grad_scaler
+from ampfast.scaler import out_of_turn
 
 
 def _import_torchvision() -> None:
@@ -41,7 +41,7 @@ if find_spec("torchvision"):
 def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps scalers for "cuda" enabled without CUDA; they work on CPU tensors."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(grad_scaler, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(out_of_turn, "amp_definitely_not_available", lambda: False)
 
 
 @pytest.fixture
