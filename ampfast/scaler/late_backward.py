@@ -70,7 +70,7 @@ def watch(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
 
 
 def warn(scaler: Any, optimizer: object, turn: Turn, text: str) -> None:
-    """Warns once of a backward that came late, where the step takes the gradients all the same."""
+    """Warns once of a backward that came late, where the step still takes the gradients."""
     # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
     # unscales again.
     claim = claim_of(optimizer)
