@@ -32,9 +32,8 @@ class Ending:
         """Restores what the update replaced, from the state."""
         if self.update is None or not self.applied:
             return
-        scale, tracker, state = self.update.scale, self.update.growth_tracker, self.update.state
-        if state is None:
-            raise RuntimeError("an update without a state cannot be undone")
+        scale, tracker = self.update.scale, self.update.growth_tracker
+        state: Any = self.update.state
         before = state[core.state_layout.BEFORE :]
         state[: core.state_layout.COUNTERS] = before[: core.state_layout.COUNTERS]
         scale.data.copy_(float_of(state[core.state_layout.SCALE_BEFORE]).reshape_as(scale))

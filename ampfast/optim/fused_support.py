@@ -196,21 +196,17 @@ def _divides_rightly(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
         if is_capturing() and not is_tried(torchs, dtype, device):
             is_final = False  # taken for right until it can be tried
             continue
-        was_tried = True
         try:
             fault = fault_of(torchs, dtype, device)
         except Exception as error:
-            fault, was_tried = f"could not be tried ({error!r})", False
-        if fault is None:
-            continue
-        is_right, is_final = False, is_final and was_tried
-        if (torchs, dtype, device_type, was_tried) not in _warned:
-            _warned.add((torchs, dtype, device_type, was_tried))
-            found = ", as a trial has found" if was_tried else ""
+            fault = f"could not be tried ({error!r})"
+        is_right = is_right and fault is None
+        if fault is not None and (torchs, dtype, device_type) not in _warned:
+            _warned.add((torchs, dtype, device_type))
             warn_caller(
-                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}{found}: "
-                "the scaler unscales and skips by itself, as for an optimizer that is not fused. "
-                "Make the optimizer with fused=False"
+                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
+                "trial has found: the scaler unscales and skips by itself, as for an optimizer "
+                "that is not fused. Make the optimizer with fused=False"
             )
     return is_right, is_final
 

@@ -356,18 +356,14 @@ def _run_hooks(
     return saved
 
 
-def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
+def _refuse_unlike(weight: Any, param: Tensor, index: Any) -> None:
     """Refuses what is no master weight of a parameter."""
-    found = repr(weight)
-    if isinstance(weight, Tensor):
-        is_dense = weight.layout is torch.strided and weight.is_floating_point()
-        if is_dense and weight.shape == param.shape and (param.is_meta or not weight.is_meta):
-            return
-        found = f"{weight.layout} of {weight.dtype} on {weight.device}, {tuple(weight.shape)}"
-    raise ValueError(
-        f"the master weight of parameter {index} is {found}, and must be a dense float32 tensor of "
-        f"the parameter's shape {tuple(param.shape)}"
-    )
+    fits = isinstance(weight, Tensor) and weight.shape == param.shape
+    if not fits or weight.layout is not torch.strided or weight.is_meta > param.is_meta:
+        raise ValueError(
+            f"the master weight of parameter {index} must be a dense float32 tensor of the "
+            f"parameter's shape {tuple(param.shape)}, got {weight!r:.200}"
+        )
 
 
 class _Swap:

@@ -228,7 +228,9 @@ def test_a_kernel_that_ignores_what_it_is_told(
         found.append(p.tolist() == [1.0] * 64 and scaler.step_skipped(each))
         scaler.update()
     assert found == [True, True]
-    with pytest.raises(ValueError, match=f"{words}, for parameter 0 of group 0, a torch.float32"):
+    with pytest.raises(
+        ValueError, match=f"parameter 0 of group 0, a torch.float32 on cpu: it {words}"
+    ):
         ampfast.sync_free_(kind([ones()]))
 
 
@@ -289,13 +291,13 @@ def test_a_layer_may_change_its_dtype(
     assert seen == [True, True, False]
 
 
-def test_a_trial_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_once(*args: Any, **kwargs: Any) -> None:
         if len(seen) == 0:
             raise MemoryError
         operator(*args, **kwargs)
 
-    operator, param = torch._fused_adagrad_, ones()
+    operator, param = torch._fused_adagrad_, torch.nn.Parameter(torch.ones(64).double())
     monkeypatch.setattr(torch, "_fused_adagrad_", fails_once)
     optimizer: Any = torch.optim.Adagrad([param], fused=True)
     if not hasattr(optimizer, "_step_supports_amp_scaling"):
@@ -309,7 +311,7 @@ def test_a_trial_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None
             param.grad = torch.full_like(param, 2.0)
             scaler.step(optimizer)
             scaler.update()
-    assert seen == [False, True]
+    assert seen == [False, False]
 
 
 def test_kernels_as_of_a_gpu_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +338,7 @@ def test_an_optimizer_moves_or_is_refused(kind: Any, dtype: torch.dtype) -> None
     try:
         optimizer = ampfast.sync_free_(kind([param], lr=0.5))
     except ValueError as error:
-        assert f"torch's fused {kind.__name__} computes other values" in str(error)
+        assert "computes other values" in str(error)
         assert dtype.itemsize == 2
         optimizer = kind([param], lr=0.5)
     param.grad = torch.ones_like(param)

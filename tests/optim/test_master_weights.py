@@ -476,10 +476,10 @@ def test_hooks_of_checkpoints() -> None:
 
 
 UNLIKE: list[tuple[Callable[[Tensor], Any], str]] = [
-    (lambda weight: weight.to("meta"), "on meta, "),
-    (torch.Tensor.to_sparse, r"torch\.sparse_coo of "),
-    (lambda weight: torch.zeros(5), r"\(5,\), and must be .* \(7,\)"),
-    (lambda weight: 3.0, r"3\.0, and must be"),
+    (lambda weight: weight.to("meta"), "device='meta'"),
+    (torch.Tensor.to_sparse, "torch.spars"),
+    (lambda weight: torch.zeros(5), r"\(7,\), got tensor\(\[0"),
+    (lambda weight: 3.0, r"got 3\.0"),
 ]
 
 
@@ -493,7 +493,7 @@ def test_what_is_no_master_weight_is_refused_before_loading(
     wrong["param_groups"][0]["lr"] = 7.0
     wrong["state"][0]["exp_avg"].fill_(7.0)
     wrong["state"][1]["master_param"] = change(wrong["state"][1]["master_param"])
-    with pytest.raises(ValueError, match=f"of parameter 1 is .*{text}"):
+    with pytest.raises(ValueError, match=f"(?s)of parameter 1 must be .*{text}"):
         optimizer.load_state_dict(wrong)
     assert_same(optimizer.state_dict(), before)
 

@@ -438,20 +438,7 @@ def multi_tensor(
     )
     if coefficient_ptr is not None:
         # Where nothing changes, nothing is read.
-        if divisor_ptr is not None or scale_ptr is not None:
-            chunk = tl.where((factor == 1.0) & (factors[1] == 1.0), chunks, chunk)
-        elif (factor == 1.0) & (factors[1] == 1.0):
-            # The first program alone takes what other segments have found: fewer registers.
-            if IS_LAST:
-                finished_ptr, takes = header_ptr + _HEADER.FINISHED, tl.program_id(0) == 0
-                found = tl.load(finished_ptr, mask=takes, other=0) >= _NOT_FINITE
-                tl.debug_barrier()
-                if ACCUMULATE:
-                    tl.store(found_inf_ptr, 1.0, mask=takes & found)
-                else:
-                    tl.store(found_inf_ptr, found.to(tl.float32), mask=takes)
-                tl.store(finished_ptr, 0, mask=takes)
-            return
+        chunk = tl.where((factor == 1.0) & (factors[1] == 1.0), chunks, chunk)
     vector, lane = _lanes(DTYPE, THREADS)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
