@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.processes import python
+from support.processes import forked
 
 START = """
 import os, sys
@@ -37,13 +37,13 @@ def made_by(names, size):
         for table in "float32 float64 float16 bfloat16".split():
             made.add_kernel(f"ampfast_{name}_{table}", size)
 """
-pytestmark = pytest.mark.slow
 
 PASSES = ("check", "check_norm", "unscale", "unscale_norm", "clip", "clip_by", "read")
-ERROR, NOT_LOADED = "RuntimeError: ampfast: ", "the CUDA kernels are not loaded on device 0"
+ERROR = "RuntimeError: ampfast: "
+NOT_LOADED = f"{ERROR}the CUDA kernels are not loaded on device 0"
 # What a process does, and how the lines that it prints begin.
 CASES = {
-    "no driver": ("load(); launch()", ("no driver of CUDA: libcuda.so.1: ", NOT_LOADED)),
+    "no driver": ("load(); launch()", (f"{ERROR}no driver of CUDA: libcuda.so.1: ", NOT_LOADED)),
     "errors by name": (
         """
 made = driver.stand_in()
@@ -55,59 +55,40 @@ made.fail("cuLaunchKernel", 801)
 launch(); launch()
 """,
         (
-            "cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE: as the stand-in was told",
-            "cuInit: 100: as the stand-in was told",
-            "cuLaunchKernel: CUDA_ERROR_NOT_SUPPORTED: as the stand-in was told",
-            None,
+            f"{ERROR}cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE: as the stand-in was told",
+            f"{ERROR}cuInit: 100: as the stand-in was told",
+            f"{ERROR}cuLaunchKernel: CUDA_ERROR_NOT_SUPPORTED: as the stand-in was told",
+            "None",
         ),
     ),
     "missing kernels": (
         "made_by(['another'], 3); load(); launch()",
-        ("cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: ", NOT_LOADED),
+        (f"{ERROR}cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: ", NOT_LOADED),
     ),
     "another layout": (
         f"made_by({PASSES}, 3); load(); launch()",
         (
-            "the CUDA kernels are of another build than the core: ampfast_check_float32 takes 3 "
-            "bytes, not ",
+            f"{ERROR}the CUDA kernels are of another build than the core: ampfast_check_float32 "
+            "takes 3 bytes, not ",
             NOT_LOADED,
         ),
     ),
-}
-
-
-def said(program: str) -> list[str]:
-    """Lines that a program prints."""
-    done = python("-c", START + program, TRITON_INTERPRET="0", AMPFAST_TEST_KERNELS="")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize(("program", "expected"), CASES.values(), ids=CASES)
-def test_errors(program: str, expected: tuple[str | None, ...]) -> None:
-    lines = said(program)
-    if "no driver" in str(expected[0]) and "no driver" not in lines[0]:
-        pytest.skip("this machine has a driver of CUDA")
-    for line, start in zip(lines, expected, strict=True):
-        assert line == "None" if start is None else line.startswith(ERROR + start)
-
-
-def test_what_is_missing_is_told() -> None:
-    program = """
+    "no kernels, or another GPU": (
+        """
 with mock.patch.object(torch.cuda, "is_available", lambda: True):
     with mock.patch.object(cuda, "KERNELS", Path("/nowhere")):
         failure(backends.choose, "cuda")
     with mock.patch.object(torch.version, "hip", "7.0"):
         print(backends._what_is_missing("cuda"))
-"""
-    refused, other = said(program)
-    missing = "RuntimeError: backend 'cuda' cannot run here: ampfast was built without its CUDA"
-    assert refused.startswith(missing)
-    assert other.startswith("the CUDA kernels are for NVIDIA's GPUs, and this torch is for AMD's")
-
-
-def test_a_watched_step_launches_one_read_for_each_tensor() -> None:
-    program = """
+""",
+        (
+            "RuntimeError: backend 'cuda' cannot run here: ampfast was built without its CUDA",
+            "the CUDA kernels are for NVIDIA's GPUs, and this torch is for AMD's",
+        ),
+    ),
+    # A watched step launches one read for the input, 40 outputs and their gradients.
+    "reads": (
+        """
 made = driver.stand_in()
 _C.cuda_load_kernels(0, IMAGE)
 finder = __import__("ampfast.diagnose.find_nonfinite", fromlist=["find_nonfinite"])
@@ -117,5 +98,20 @@ with finder.find_nonfinite(net):
     for _ in range(2):
         net(torch.ones(2, 4)).square().sum().backward()
         print(made.calls("cuLaunchKernel"))
-"""
-    assert said(program) == ["81", "162"], "the input, 40 outputs and their gradients"
+""",
+        ("81", "162"),
+    ),
+}
+
+
+@pytest.mark.slow
+def test_errors_and_launches() -> None:
+    programs = [program for program, _ in CASES.values()]
+    said = forked(START, *programs, TRITON_INTERPRET="0", AMPFAST_TEST_KERNELS="")
+    for (name, (_, expected)), text in zip(CASES.items(), said, strict=True):
+        lines = text.splitlines()
+        if name == "no driver" and name not in lines[0]:
+            continue  # this machine has one
+        assert len(lines) == len(expected), text
+        for line, start in zip(lines, expected, strict=True):
+            assert line.startswith(start), name

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from support.processes import python_in
+from support.processes import ROOT
 
 from ampfast.__main__ import main
 from ampfast.cli import compare
@@ -72,17 +72,23 @@ WRONG = {
 
 
 @pytest.fixture
-def compared(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Compares a program, as train.py, from the shell."""
-    return lambda program, *arguments: python_in(
-        tmp_path, program, "-m", "ampfast", "compare", *arguments
-    )
+def compared(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Callable[..., Any]:
+    """Compares a program, as train.py; returns the exit code, and what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(program: str, *arguments: str) -> Any:
+        Path("train.py").write_text(program)
+        code = main(["compare", *arguments])
+        return SimpleNamespace(returncode=code, **capfd.readouterr()._asdict())
+
+    return run
 
 
 def test_several_scalers_and_optimizers_with_accumulation(compared: Any) -> None:
     done = compared(GAN, "--steps", "7", "--json", "train.py", "3")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    assert done.returncode == 0, done.err
+    facts = json.loads(done.out)
     assert facts["schema"] == compare.SCHEMA
     assert facts["program"] == ["train.py", "3"]
     assert facts["verdict"] == "equal"
@@ -96,7 +102,7 @@ def test_several_scalers_and_optimizers_with_accumulation(compared: Any) -> None
         assert judging[side]["skipped"] == 0
         assert generating[side]["final_scale"] < 2.0**126
         assert 0 < judging[side]["medians"]["share"] < 1
-    assert "sentinel" not in done.stdout + done.stderr
+    assert "sentinel" not in done.out + done.err
 
 
 @pytest.mark.sweep
@@ -105,12 +111,12 @@ def test_several_scalers_and_optimizers_with_accumulation(compared: Any) -> None
 def test_what_cannot_be_compared(compared: Any, program: str) -> None:
     done = compared(program, "train.py", "0")
     assert done.returncode == 2
-    assert done.stdout == ""
-    last = next(line for line in done.stderr.splitlines() if "train.py " in line)
+    assert done.out == ""
+    last = next(line for line in done.err.splitlines() if "train.py " in line)
     assert last.startswith(f"ampfast compare: train.py {WRONG[program]}")
     if "1 / 0" in program:
-        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
-        assert ("its output\n" in done.stderr) is ("its output" in program)
+        assert done.err.endswith("ZeroDivisionError: division by zero\n")
+        assert ("its output\n" in done.err) is ("its output" in program)
 
 
 @pytest.mark.sweep
@@ -118,10 +124,10 @@ def test_what_cannot_be_compared(compared: Any, program: str) -> None:
 def test_difference_with_its_step(compared: Any) -> None:
     change = "\n    if step == 25 and hasattr(scaler, 'stats'): model.bias.data += 1"
     done = compared(ONE + change, "train.py", "0")
-    assert done.returncode == 1, done.stderr
-    assert "losses: differ from step 27 on: torch " in done.stdout
-    assert "scales: equal bit for bit\nskips: equal bit for bit" in done.stdout
-    assert "scaler equals the first.\nThe training DIFFERS" in done.stdout
+    assert done.returncode == 1, done.err
+    assert "losses: differ from step 27 on: torch " in done.out
+    assert "scales: equal bit for bit\nskips: equal bit for bit" in done.out
+    assert "scaler equals the first.\nThe training DIFFERS" in done.out
 
 
 def test_ranks_are_refused(monkeypatch: Any, capsys: Any) -> None:

@@ -14,8 +14,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from exact_training import whole
-from groups import Derived, Foreign, line, pair, square
 from support.gradients import parameter_like
+from support.groups import Derived, Foreign, line, pair, square
 from support.models import coefficient_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

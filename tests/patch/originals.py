@@ -1,15 +1,13 @@
-"""torch's own gradient scaler classes, their names, and programs that use them."""
+"""torch's own gradient scaler classes, and their names."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed.fsdp.sharded_grad_scaler
-from support.processes import python
 
 # In a dict, where patch() does not look, since names in this module would be replaced.
 TORCH = {
@@ -45,12 +43,6 @@ def meaning(name: str) -> Any:
 def is_patched() -> bool:
     """Whether torch's name means ampfast's class."""
     return torch.amp.GradScaler is not TORCH["amp"]
-
-
-def run(code: str, *arguments: str) -> None:
-    """Runs a program in a process of its own, which must succeed."""
-    done = python("-c", textwrap.dedent(code), *arguments)
-    assert done.returncode == 0, done.stderr
 
 
 def snapshot() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import pkgutil
+import textwrap
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from originals import TORCH, run
+from originals import TORCH
+from support.processes import python
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import sharded_grad_scaler
 
@@ -216,24 +218,16 @@ def test_torch_load(kind: str) -> None:
 
 
 def test_pickles_load_in_a_program_that_is_not_patched(tmp_path: Path) -> None:
-    run(
-        """
-        import pickle, sys, torch, ampfast
-        ampfast.patch()
-        new = [torch.amp.GradScaler("cpu"), torch.cpu.amp.GradScaler(enabled=False)]
-        with open(sys.argv[1], "wb") as file:
-            pickle.dump(new, file)
-        """,
-        str(tmp_path / "scalers"),
-    )
-    run(
-        """
+    with ampfast.patch():
+        made = torch.amp.GradScaler("cpu"), make("cpu", enabled=False)
+    (tmp_path / "scalers").write_bytes(pickle.dumps(made))
+    program = """
         import pickle, sys, torch
         with open(sys.argv[1], "rb") as file:
             new = pickle.load(file)
         import ampfast
         for scaler, torchs in zip(new, (torch.amp.GradScaler, torch.cpu.amp.GradScaler)):
             assert isinstance(scaler, ampfast.GradScaler) and isinstance(scaler, torchs)
-        """,
-        str(tmp_path / "scalers"),
-    )
+    """
+    done = python("-c", textwrap.dedent(program), str(tmp_path / "scalers"))
+    assert done.returncode == 0, done.stderr

@@ -44,6 +44,29 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
     )
 
 
+_FORKS = """
+import os, sys, traceback
+exec(sys.argv[1])
+for program in sys.argv[2:]:
+    print("\\0", end="", flush=True)
+    if (child := os.fork()) == 0:
+        try:
+            exec(program)
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def forked(before: str, *programs: str, **environment: str) -> list[str]:
+    """What each program prints, in a fork of one Python of the repository that has run `before`."""
+    done = python("-c", _FORKS, before, *programs, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\0")[1:]
+
+
 def module_at(path: Path) -> ModuleType:
     """Imports a file that is in no package."""
     spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
