@@ -79,10 +79,6 @@ class TensorList:
     def has_float64(self) -> bool:
         return any(group.tensors[0].dtype is torch.float64 for group in self.groups)
 
-    @property
-    def chunks(self) -> int:
-        return sum(len(group.tensors) for group in self.groups)
-
     def split(self, numbers: set[int]) -> tuple[TensorList, TensorList]:
         """Splits the list into the gradients of the parameters of these numbers, and the others."""
         inside, outside = TensorList(self.device, []), TensorList(self.device, [])

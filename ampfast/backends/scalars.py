@@ -76,11 +76,6 @@ def new_flag(device: torch.device | None) -> Tensor:
     return allocate(torch.zeros, (), dtype=torch.float32, device=device)
 
 
-def copies_of(scalar: Tensor | None) -> Callable[[torch.device], Tensor | None]:
-    """Returns a function that copies a scalar to a device, once to each; None of None."""
-    return cache(lambda device: None if scalar is None else moved(scalar, device))
-
-
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     """Returns a scalar on `device`; a sync only if the CPU will read it."""
     if tensor.device == device and not copy:

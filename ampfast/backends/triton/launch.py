@@ -132,23 +132,21 @@ def _first(
     Without chunks nothing is launched, but the kernel is compiled.
     """
     cuda_graphs.refuse_capture("this", f"its kernel is not compiled yet; {cuda_graphs.WARM_UP}")
-    function, options = getattr(kernels, name), _OPTIONS[name](device, *switches)
+    function = getattr(kernels, name)
+    options = (_options if name == "multi_tensor" else _of_one_warp)(device, *switches)
     compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **options)
     if not chunks:
         return
     resident = _most_programs or _resident_programs(compiled, device)
-    usual = partial(_as_usual, function, options)
+
+    def usual(programs: int, arguments: _Arguments) -> object:
+        with _interpreter() if INTERPRETED else contextlib.nullcontext():
+            return function[(programs,)](*arguments, **options)
+
     kernel = usual(min(chunks, resident), arguments)
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     again = None if INTERPRETED else _direct(kernel, constants, arguments)
     _launched[variant] = resident, again or usual, again is not None
-
-
-def _as_usual(
-    function: Any, options: dict[str, Any], programs: int, arguments: _Arguments
-) -> object:
-    with _interpreter() if INTERPRETED else contextlib.nullcontext():
-        return function[(programs,)](*arguments, **options)
 
 
 def _addresses(arguments: _Arguments) -> _Arguments:
@@ -203,10 +201,3 @@ def _direct(
     except Exception:  # of whatever is missing
         return None
     return launch
-
-
-_OPTIONS = {
-    "multi_tensor": _options,
-    "update_scale": _of_one_warp,
-    "clip_coefficient": _of_one_warp,
-}
