@@ -81,6 +81,14 @@ def small_grain() -> Iterator[None]:
     _C.set_grain(before)
 
 
+@pytest.fixture
+def few_chunks() -> Iterator[None]:
+    """Chunks of several windows also in short lists, of kernels of devices."""
+    _C.set_chunks(enough=2)
+    yield
+    _C.set_chunks()
+
+
 @pytest.fixture(params=_C.cpu_capabilities())
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set that machine and binary share."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.comparison import TorchScaler, assert_same, started
+from support.comparison import Hooked, TorchScaler, assert_same, started
 from support.gradients import parameter_like, parameter_with
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,13 +42,6 @@ def of(*grads: Tensor, divides: bool = False) -> Any:
 # Lazy copies, memory that was freed or resized, and memory that several share
 
 
-class Calls(GradScaler):
-    """Override that calls the original."""
-
-    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
-        return super()._unscale_grads_(*args)
-
-
 def lazy() -> tuple[Tensor, torch.nn.Parameter]:
     """Tensor, and parameter whose gradient is a lazy copy of it."""
     original = torch.full((3,), 8.0)
@@ -57,7 +50,7 @@ def lazy() -> tuple[Tensor, torch.nn.Parameter]:
     return original, param
 
 
-WAYS = [(TorchScaler, {}), (GradScaler, {}), (GradScaler, {"track": "overflow"}), (Calls, {})]
+WAYS = [(TorchScaler, {}), (GradScaler, {}), (GradScaler, {"track": "overflow"}), (Hooked, {})]
 
 
 @pytest.mark.parametrize(("kind", "arguments"), WAYS)

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison import FLOATS, assert_same
+from support.comparison import FLOATS
 from support.steps import Training, take_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampfast import GradScaler, Percentile, Sigmas, StepGuard, ZScore, functional
-from ampfast.backends import aten, core, scalars
-from ampfast.backends.core import Update, compiled, state_layout
-from ampfast.scaler.loss_scale import Limits, LossScale
+from ampfast.backends import aten, scalars
 
 SIZES = (10, 62, 160)
 MOST_MORE = 9
@@ -107,43 +105,6 @@ def test_products_that_overflow_are_noticed(place: str, kind: str, bad: torch.dt
         wide = kind == "fused" and bad is torch.float16
         assert scaler.step_skipped(optimizer) is (value > 1 and not wide)
         scaler.update(0.5)
-
-
-RULES: dict[str, Limits] = {
-    "torch's": Limits(),
-    "limits": Limits(min_scale=4.0, max_scale=64.0),
-    "hysteresis": Limits(hysteresis=3),
-    "both": Limits(min_scale=2.0, hysteresis=2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limits", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_updates_are_those_of_the_core(
-    monkeypatch: pytest.MonkeyPatch, limits: Limits, has_norm: bool
-) -> None:
-    monkeypatch.setattr(aten, "_is_on_host", lambda tensor: False)
-    random = torch.Generator().manual_seed(1)
-
-    def state() -> tuple[Tensor, Tensor, Tensor]:
-        words = LossScale(limits).words_on(torch.device("cpu"))
-        return torch.tensor(16.0), torch.zeros((), dtype=torch.int32), words
-
-    ours, theirs = state(), state()
-    flags, interval = [0.0, 0.0, 0.0, 1.0, 2.0, core.SPIKE], 3
-    for step in range(1200):
-        interval = 2 if step % 50 == 0 else 3
-        flag, norm = flags[int(torch.randint(len(flags), (), generator=random))], float(step)
-        for (scale, tracker, words), is_ours in ((ours, True), (theirs, False)):
-            seen = torch.tensor(norm) if has_norm else None
-            fields = Update(scale, tracker, [torch.tensor(flag)], 2.0, 0.5, interval, words, seen)
-            assert aten.update(fields, limits, True) if is_ours else compiled.update(fields)
-        assert_same(ours[:2], theirs[:2])
-        for *_, words in (ours, theirs):
-            words[state_layout.BEFORE : state_layout.MIN_SCALE] = 0
-        assert_same(ours[2], theirs[2])
-    assert ours[2][state_layout.GROWTHS] and ours[2][state_layout.BACKOFFS]
 
 
 class RefuseFloat64(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -102,14 +101,6 @@ def test_elements_off_their_own_alignment_are_irregular() -> None:
             assert core.list_of([odd], CPU) is None
         even = torch.frombuffer(memory, dtype=dtype, count=3, offset=dtype.itemsize)
         assert core.list_of([even], CPU) is not None
-
-
-@pytest.fixture
-def few_chunks() -> Iterator[None]:
-    """Chunks of several windows also in short lists."""
-    _C.set_chunks(enough=4)
-    yield
-    _C.set_chunks()
 
 
 def chunks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from support.captures import pretend_capture
-from support.comparison import assert_same, started
+from support.comparison import Hooked, assert_same, started
 from support.gradients import parameter_with, sgd_with
 from support.models import SPIKE, Rule, float32, grads_in, random_norms
 from support.steps import Training, adamw, host_reads, take_step
@@ -351,17 +351,9 @@ def test_what_has_no_limit_to_compare() -> None:
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(empty)
     assert scaler.step_skipped(empty), "as last checked"
-    half = sgd_with(torch.ones(3), torch.ones(3, dtype=torch.float16))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
-        scaler.unscale_(half)
-    assert_same(grads_in(half)[0], torch.ones(3))
 
 
 def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so() -> None:
-    class Hooked(GradScaler):
-        def _unscale_grads_(self, *given: Any) -> Any:
-            return super()._unscale_grads_(*given)
-
     optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(Hooked, skip_above=1.0)
     for clips, told in ((True, 0), (False, 1), (False, 0)):
         scaler.scale(torch.ones(()))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.captures import pretend_capture
-from support.comparison import started
+from support.comparison import Hooked, started
 from support.gradients import parameter_with
 from support.steps import take_step
 from torch.testing._internal.two_tensor import TwoTensor
@@ -83,11 +83,7 @@ def test_no_overflow(scaler: GradScaler) -> None:
 
 
 def test_a_pass_by_an_overridden_hook_is_marked() -> None:
-    class Calls(GradScaler):
-        def _unscale_grads_(self, *args: Any) -> Any:
-            return super()._unscale_grads_(*args)
-
-    scaler = started(Calls, track="overflow")
+    scaler = started(Hooked, track="overflow")
     assert kinds(report_of(scaler, sgd(parameters(INF)))) == [(0, "inf")]
 
     class Keeps(GradScaler):

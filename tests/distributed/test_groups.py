@@ -17,7 +17,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from support.comparison import TorchScaler
+from support.comparison import Hooked, TorchScaler
 from support.comparison import started as started_by
 from support.gradients import parameter_like, parameter_with
 from support.groups import Alone, Pair
@@ -186,13 +186,6 @@ READING: dict[str, tuple[str, Call]] = {
 }
 
 
-class Overriding(GradScaler):
-    """Subclass whose hook calls the original."""
-
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._unscale_grads_(*args, **kwargs)
-
-
 def fail(scaler: GradScaler, call: Callable[..., Any], *arguments: Any) -> None:
     """Calls while the next collective fails."""
     group: Any = scaler.process_group
@@ -216,7 +209,7 @@ def assert_equal(tensor: torch.Tensor, value: float) -> None:
     assert tensor.tolist() == [value] * 3
 
 
-@pytest.mark.parametrize("make", [GradScaler, Overriding])
+@pytest.mark.parametrize("make", [GradScaler, Hooked])
 @pytest.mark.parametrize("path", DIVIDING)
 def test_gradients_are_divided_once_and_the_step_agrees_again(path: str, make: Any) -> None:
     kind, call = DIVIDING[path]

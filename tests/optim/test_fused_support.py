@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.captures import pretend_capture
-from support.comparison import FLOATS
+from support.comparison import FLOATS, HookedUnscale
 from support.optimizers import Reader
 from support.steps import take_step
 
@@ -124,13 +124,6 @@ DIVIDING: list[Callable[[Any], Any]] = [
 ]
 
 
-class Hooked(ampfast.GradScaler):
-    """Gets torch's own methods."""
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(optimizer)
-
-
 def calls_of(*optimizers: torch.optim.Optimizer) -> list[object]:
     """Grows with each step of these."""
     calls: list[object] = []
@@ -140,13 +133,15 @@ def calls_of(*optimizers: torch.optim.Optimizer) -> list[object]:
 
 
 @pytest.mark.parametrize("factor", [2.0, torch.inf], ids=["finite", "overflow"])
-@pytest.mark.parametrize("kind", [ampfast.GradScaler, Hooked], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [ampfast.GradScaler, HookedUnscale], ids=lambda kind: kind.__name__
+)
 @pytest.mark.parametrize("way", ["step", "unscale", "clip", "defer"])
 @pytest.mark.parametrize("make", [*WRAPPERS, *DIVIDING], ids=lambda make: make.__name__)
 def test_a_step_is_right_or_skipped(
     make: Callable[[Any], Any], kind: Any, way: str, factor: float
 ) -> None:
-    if kind is Hooked and way == "defer":
+    if kind is HookedUnscale and way == "defer":
         way = "clip"
     param = torch.nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([param], lr=0.125, fused=True)

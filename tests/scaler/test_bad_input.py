@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.comparison import TorchScaler, outcome, started
+from support.comparison import HookedUnscale, TorchScaler, outcome, started
 from support.gradients import parameter_with
 
 from ampfast import GradScaler, StepGuard
@@ -44,11 +44,6 @@ def test_an_empty_checkpoint_is_refused_as_torch_does() -> None:
     for scaler in (started(), started(min_scale=1.0), started(dynamic=False), StepGuard("cpu")):
         with pytest.raises(RuntimeError, match="source state dict is empty"):
             scaler.load_state_dict({})
-
-
-class Hooked(GradScaler):
-    def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(optimizer)
 
 
 # Errors of methods, their notes, and that they come before the first write
@@ -160,7 +155,7 @@ def test_errors_of_methods(
             torchs = outcome(partial(getattr(theirs, call), make(theirs))).error
             ours = started()
             assert repr(outcome(partial(getattr(ours, call), make(ours))).error) == repr(torchs)
-        scaler = started(Hooked) if way == "hooked" else started(backend=way)
+        scaler = started(HookedUnscale) if way == "hooked" else started(backend=way)
         optimizer = make(scaler)
         before = grads_of(optimizer)
         records = len(scaler._per_optimizer_states)
@@ -186,7 +181,7 @@ def grads_of(optimizer: Any) -> list[Any]:
 @pytest.mark.parametrize("method", ["step", "unscale_", "step_and_update"])
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"backend": "aten"}, {"track": "overflow"}, {"enabled": False}, {"kind": Hooked}],
+    [{}, {"backend": "aten"}, {"track": "overflow"}, {"enabled": False}, {"kind": HookedUnscale}],
     ids=str,
 )
 def test_what_is_no_optimizer_is_named(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparison import Hooked
 from support.processes import python_in
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -134,14 +135,7 @@ RIGHT: dict[str, Parts] = {
 }
 
 
-class ByTorch(GradScaler):
-    """Overrides a hook, so torch's own methods run."""
-
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._unscale_grads_(*args, **kwargs)
-
-
-class Own(ByTorch):
+class Own(Hooked):
     """A scaler that may scale and divide as it likes."""
 
     def scale(self, outputs: Any) -> Any:
@@ -321,7 +315,7 @@ PROGRAMS: dict[str, tuple[Parts, bool]] = {
 }
 
 
-@pytest.mark.parametrize("scaler", [GradScaler, ByTorch, StepGuard])
+@pytest.mark.parametrize("scaler", [GradScaler, Hooked, StepGuard])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_late_backwards_warn_once(name: str, fused: bool, scaler: type[Any]) -> None:

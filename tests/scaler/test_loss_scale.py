@@ -40,9 +40,11 @@ def training(fused: bool = False, **arguments: Any) -> Training:
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_random_steps(backend: str, limits: str, start: float) -> None:
-    """Flags that are no spike count as overflows."""
+@pytest.mark.parametrize("backend", ["cpu", "aten", "aten elsewhere"])
+def test_random_steps(backend: str, limits: str, start: float, monkeypatch: Any) -> None:
+    """Flags that are no spike count as overflows; elsewhere, torch's ops write the state."""
+    if backend == "aten elsewhere":
+        monkeypatch.setattr(aten, "_is_on_host", lambda tensor: False)
     model = ScaleModel(float32(start), 1, FACTORS, LIMITS[limits])
     kept = LossScale(model.limits)
     scale = torch.tensor(model.scale)
@@ -50,7 +52,7 @@ def test_random_steps(backend: str, limits: str, start: float) -> None:
     for flag, norm in random_steps(1100, seed=len(limits), spikes=True):
         found = SPIKE_BOUND if flag == 1 and model.steps % 2 else flag
         update = update_of(kept, scale, tracker, found, norm)
-        assert (cpu if backend == "cpu" else aten).update(update)
+        assert cpu.update(update) if backend == "cpu" else aten.update(update, model.limits, True)
         model.update(found, norm)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if model.steps % 17 == 16:

@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 import torch
 from support.captures import counters_on_gpu, pretend_capture
+from support.comparison import HookedUnscale
 from support.steps import Training, adamw
 
 import ampfast
-
-
-class Hooked(ampfast.GradScaler):
-    def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(optimizer)
-
 
 # By kind: scaler, optimizer, and how it steps.
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
@@ -30,7 +25,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "guard": (ampfast.StepGuard, adamw, "step"),
     "at once": (ampfast.GradScaler, adamw, "together"),
     "clip": (ampfast.GradScaler, adamw, "clip"),
-    "hooked": (Hooked, adamw, "step"),
+    "hooked": (HookedUnscale, adamw, "step"),
 }
 
 

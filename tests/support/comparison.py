@@ -101,6 +101,20 @@ def started(scaler_type: Scaler = GradScaler, scale: float = 8.0, **arguments: A
     return scaler
 
 
+class Hooked(GradScaler):
+    """Overrides a hook, so torch's own methods run."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return super()._unscale_grads_(*args)
+
+
+class HookedUnscale(GradScaler):
+    """The same by one of the methods."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+
+
 # The warning of a backward after unscale_, a deliberate difference.
 _LATE = WARNING.split("{")[0]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampfast import GradScaler, Sigmas
+from ampfast import Sigmas
 from ampfast.backends.aten import squares_in
 from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Update, norm_layout
 from ampfast.backends.core import state_layout as layout
 from ampfast.scaler.loss_scale import Limits, LossScale
-from support.comparison import BITS, FLOATS, assert_same, started
+from support.comparison import BITS, FLOATS, assert_same
 from support.kernels import Track, flag, grads_of, run_check, storage
 
 # Bound on the relative error of a norm against the float64 norm of the unscaled values: one
@@ -113,12 +113,6 @@ def assert_norm(norm: torch.Tensor, exact: float) -> None:
         assert_same(norm, torch.tensor(exact, dtype=norm.dtype))
     allowed = WIDE_NORM_ULPS if norm.dtype is torch.float64 else NORM_ULPS
     assert ulps(norm, torch.tensor(exact, dtype=torch.float64)) <= allowed, (norm, exact)
-
-
-def ready(optimizer: Any, scale: float = 8.0, **arguments: Any) -> GradScaler:
-    """Scaler at the stage in which it may clip."""
-    assert optimizer.param_groups
-    return started(GradScaler, scale, **arguments)
 
 
 def grads_in(*optimizers: Any) -> list[torch.Tensor]:
@@ -378,12 +372,6 @@ def track_for(parameters: int, *, step: int = 0, device: str | torch.device = "c
     return Track(marks[1:-1], now)
 
 
-def assert_surroundings_kept(track: Track) -> None:
-    rows = track.marks
-    whole = rows.new_empty(0).set_(rows.untyped_storage()).view(-1, rows.shape[1])
-    assert (whole[[0, -1]] == -7).all(), "wrote outside the table"
-
-
 def marked(track: Track) -> list[bool]:
     """Whether each parameter ever overflowed."""
     return [row[0] != 0 for row in track.marks.tolist()]
@@ -440,10 +428,6 @@ def widened(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g if g.dtype == torch.float64 else g.float() for g in grads]
 
 
-def tracked(work: Pass, track: Track) -> Pass:
-    return work.replaced(marks=track.marks, now=track.now)
-
-
 def assert_squares(squares: torch.Tensor, grads: Sequence[torch.Tensor], factor: float) -> None:
     """Sums of squares by parameter; GPU kernels sum in float32 over windows of 8 KiB."""
     for found, grad in zip(squares.tolist(), widened(grads), strict=True):
@@ -465,14 +449,15 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
         found = kernels.run(grads_of(plain), work).item()
         grads = copies(make, device)
         track = track_for(count, step=4, device=device)
-        assert kernels.run(grads_of(grads), tracked(work, track)).item() == found, name
+        assert kernels.run(grads_of(grads), work.replaced(**track._asdict())).item() == found, name
         assert kinds_in(track) == expected, name
         squares = squares_in(track.marks)
         if work.sums is None:
             assert not squares.any(), name
         else:
             assert_squares(squares, make, 1 / divisor if work.how == Factor.DIVIDE else inverse)
-        assert_surroundings_kept(track)
+        whole = storage(track.marks).view(-1, MARK_WORDS)
+        assert (whole[[0, -1]] == -7).all(), "wrote outside the table"
         for ours, theirs in zip(grads, plain, strict=True):
             same = (ours == theirs) | (ours.isnan() & theirs.isnan())
             assert same.all(), f"{name}: another result"
@@ -507,7 +492,7 @@ def check_random_lists(kernels: Any, device: torch.device, seeds: range) -> None
 def check_times(kernels: Any, device: torch.device, elements: int = 70_000) -> None:
     """A step counts once in any number of passes, with the kind found by the last one."""
     track = track_for(2, device=device)
-    check = tracked(Pass(False, Factor.NONE), track)
+    check = Pass(False, Factor.NONE, **track._asdict())
     good, bad = torch.ones(elements, device=device), torch.ones(elements, device=device)
     for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):
         track.now.fill_(step)

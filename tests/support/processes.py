@@ -21,21 +21,16 @@ def python_in(
 ) -> subprocess.CompletedProcess[str]:
     """Runs this Python in a folder that has the given program as train.py."""
     (folder / "train.py").write_text(program)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python(*arguments, folder=folder, **environment)
 
 
-def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs this Python in the repository."""
+def python(
+    *arguments: object, folder: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs this Python, in the repository by default."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,

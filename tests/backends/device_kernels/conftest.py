@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ampfast import _C
-
 # Fewer cases than on a GPU.
 sys.path.append(str(Path(__file__).parents[2] / "gpu"))
 
@@ -63,11 +61,3 @@ def limit_programs() -> Iterator[Callable[[int], None]]:
 
     yield launch.limit_programs
     launch.limit_programs(0)
-
-
-@pytest.fixture
-def few_chunks() -> Iterator[None]:
-    """Chunks of several windows also in short lists."""
-    _C.set_chunks(enough=2)
-    yield
-    _C.set_chunks()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from device_parity import BACKEND, KERNELS, guarded, mixed, normal
-from support.comparison import FLOATS, assert_same
+from support.comparison import FLOATS, assert_same, started
 from support.gradients import sgd_with
 from support.kernels import CPU_KERNELS, flag, grads_of, run_clip, run_clipped, storage, window
-from support.models import SPIKE, Rule, assert_clipped, exact_norm, grads_in, random_norms, ready
+from support.models import SPIKE, Rule, assert_clipped, exact_norm, grads_in, random_norms
 
 from ampfast import Sigmas
 
@@ -83,7 +83,7 @@ def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
     sizes = (5, window(dtype) + 3, 2 * window(dtype), 1)
     optimizer = sgd_with(*(guarded(normal(size, dtype, size), size % 3) for size in sizes))
     before = [grad.clone() for grad in grads_in(optimizer)]
-    scaler = ready(optimizer, 3.0, backend=BACKEND, allow_fp16=True)
+    scaler = started(scale=3.0, backend=BACKEND, allow_fp16=True)
     norm = scaler.clip_grad_norm_(optimizer, 0.5, order)
     rel = 1e-6 if order == 2.0 else torch.finfo(dtype).eps
     assert norm.item() == pytest.approx(exact_norm(before, 3.0, order), rel=rel)
