@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
+import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ampfast.clip.norm_history import Sigmas
 from ampfast.report import figures
 from ampfast.scaler.grad_scaler import GradScaler
 from ampfast.scaler.step_guard import StepGuard
 
-if TYPE_CHECKING:
-    from ampfast.clip.norm_history import Sigmas
-
 __all__ = ["Guarded", "guard"]
 
 _logger = logging.getLogger("ampfast")
+# File of a guard's state in a checkpoint of Transformers.
+_STATE = "ampfast_guard.pt"
 
 
 class Guarded:
@@ -34,14 +36,18 @@ class Guarded:
         self.scaler = scaler
         self._undo: list[Callable[[], object]] = []
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.scaler!r}>"
+
     def remove(self) -> None:
         """Gives the trainer back what it had before."""
         while self._undo:
             self._undo.pop()()
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        is_method = callable(getattr(type(owner), name, None)) and name not in vars(owner)
-        undo = (delattr,) if is_method else (setattr, getattr(owner, name))
+        is_property = isinstance(getattr(type(owner), name, None), property)
+        is_own = is_property or name in vars(owner)
+        undo = (setattr, getattr(owner, name)) if is_own else (delattr,)
         self._undo.append(partial(undo[0], owner, name, *undo[1:]))
         setattr(owner, name, value)
 
@@ -62,7 +68,8 @@ def guard(
 
     Where the trainer has a scaler, as for float16 on a GPU, a `GradScaler` takes its place and its
     state; elsewhere a `StepGuard` is installed. The norm is that before the trainer clips, and the
-    other steps stay equal bit for bit. A scaler of ampfast stays. Its state is part of the
+    other steps stay equal bit for bit. A scaler of ampfast stays; a guard from an earlier call is
+    removed first. Its state is part of the
     trainer's checkpoints. `report.figures` go to the trainer's logger where that logs its own
     figures, or with each `log` of an `Accelerator`; the host reads them only then. After an
     overflow the report of a scaler that tracks goes to Python's logger "ampfast". Steps of LBFGS
@@ -90,6 +97,8 @@ def guard(
     where = type(trainer.strategy).__name__ if by_lightning else str(accelerator.distributed_type)
     if any(name in where.lower() for name in ("deepspeed", "megatron")):
         raise ValueError(f"{where} takes the steps itself: a guard cannot skip them")
+    if earlier := vars(owner).get("_ampfast"):
+        earlier.remove()
     scaler = getattr(owner, "scaler", None)
     if scaler is None and "FSDP" in where and not getattr(owner, "is_fsdp2", False):
         raise ValueError(
@@ -98,6 +107,7 @@ def guard(
         )
     device = None if by_lightning else accelerator.device.type
     handle = Guarded(_scaler_for(scaler, device, skip_above=skip_above, max_skips=max_skips))
+    handle._put(owner, "_ampfast", handle)
     for name, value in (("skip_above", skip_above), ("max_skips", max_skips)):
         if scaler is handle.scaler and value is not None:
             handle._put(scaler, name, value)
@@ -117,8 +127,11 @@ def guard(
     if library == "transformers":
         callback = _for_transformers(trainer, taken)
         trainer.add_callback(callback)
+        if scaler is None and hasattr(trainer, "_save_scaler"):
+            _keep_apart(trainer, handle)
         handle._undo.append(partial(trainer.remove_callback, callback))
     else:
+        taken.begin(math.inf, is_first_rank=accelerator.is_main_process)
         _log_with(accelerator, handle, taken)
     return handle
 
@@ -161,6 +174,21 @@ def _guard_accelerator(accelerator: Any, handle: Guarded) -> None:
     # Both of Accelerate's clips call it, but it does nothing unless in float16.
     if not (accelerator.native_amp and accelerator.mixed_precision == "fp16"):
         handle._put(accelerator, "unscale_gradients", unscale_gradients)
+
+
+def _keep_apart(trainer: Any, handle: Guarded) -> None:
+    """Keeps a guard's state where Transformers does not look for one of a scaler."""
+
+    def save(folder: str) -> None:
+        if trainer.args.should_save:
+            torch.save(handle.scaler.state_dict(), os.path.join(folder, _STATE))
+
+    def load(folder: str | None) -> None:
+        if folder and os.path.isfile(path := os.path.join(folder, _STATE)):
+            handle.scaler.load_state_dict(torch.load(path, weights_only=True))
+
+    handle._put(trainer, "_save_scaler", save)
+    handle._put(trainer, "_load_scaler", load)
 
 
 def _log_with(accelerator: Any, handle: Guarded, taken: _Figures) -> None:
@@ -217,6 +245,17 @@ class _Figures:
     def __init__(self, scaler: GradScaler, prefix: str) -> None:
         self._scaler, self._prefix, self._steps = scaler, prefix, scaler.stats().steps
 
+    def begin(self, steps: float, *, is_first_rank: bool) -> None:
+        rule, norms = self._scaler.skip_above, self._scaler._norm_histories.window()
+        wanted = rule.window - len(norms) if isinstance(rule, Sigmas) and is_first_rank else 0
+        if wanted > 0:
+            text = "spikes are compared once %d more steps were taken, the window of Sigmas; until "
+            text += "then only inf and NaN are skipped"
+            if steps <= wanted:
+                text += f": in this training of {steps:g} steps no spike. Set a smaller window, or "
+                text += "a number as skip_above"
+            _logger.log(logging.WARNING if steps <= wanted else logging.INFO, text, wanted)
+
     def take(self, write: Callable[[dict[str, float]], object], *, is_first_rank: bool) -> None:
         found = figures(self._scaler, since=self._steps)
         if found["steps"] == self._steps:
@@ -233,12 +272,17 @@ def _for_transformers(trainer: Any, taken: _Figures) -> Any:
     class ScalerCallback(callback):  # type: ignore[misc]
         _is_due = False
 
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            steps, is_first = state.max_steps - state.global_step, state.is_world_process_zero
+            taken.begin(steps, is_first_rank=is_first)
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._is_due = control.should_log
 
-        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            # After the trainer's own line, which a call of its log() before would suppress.
-            if self._is_due:
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            # After the trainer's own line, which a call of its log() before would suppress. The
+            # last line comes after the last step, and before loggers are closed.
+            if self._is_due or "train_runtime" in logs:
                 self._is_due = False
                 taken.take(trainer.log, is_first_rank=state.is_world_process_zero)
 
@@ -252,12 +296,19 @@ def _for_lightning(library: str, taken: _Figures) -> Any:
     class ScalerCallback(callback):  # type: ignore[misc]
         state_key = "ampfast"
 
+        def on_train_start(self, trainer: Any, _: Any) -> None:
+            steps = trainer.estimated_stepping_batches - trainer.global_step
+            taken.begin(steps, is_first_rank=trainer.is_global_zero)
+
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
+                self.on_train_end(trainer)
+
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
             def write(found: dict[str, float]) -> None:
                 for logger in trainer.loggers:
                     logger.log_metrics(found, step=trainer.global_step)
 
-            if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
-                taken.take(write, is_first_rank=trainer.is_global_zero)
+            taken.take(write, is_first_rank=trainer.is_global_zero)
 
     return ScalerCallback()

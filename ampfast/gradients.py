@@ -98,8 +98,9 @@ class Records:
                 yield optimizer, self.known[key]
 
     def get(self, optimizer: object) -> Record | None:
-        """Returns the record of an optimizer, if it had a turn."""
-        return self.known.get(id(optimizer))
+        """Returns the record of an optimizer, or of that in a trainer's, if it had a turn."""
+        inner = getattr(optimizer, "optimizer", None)
+        return self.known.get(id(optimizer)) or self.known.get(id(inner))
 
     def in_iteration(self, turns: dict[int, dict[str, Any]]) -> list[tuple[Any, Turn]]:
         """Returns the optimizers that have these turns, and their turns."""

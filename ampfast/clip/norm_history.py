@@ -370,10 +370,12 @@ class NormHistories:
 
     def window(self, optimizer: Any = None) -> list[float]:
         """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""
-        for each, record in self._records:
-            if record.place is not None and (optimizer is None or each is optimizer):
-                return _saved(record).get(Sigmas.__name__, [])[norm_layout.RING :]
-        return []
+        first = min(self._places(), default=0)
+        records: list[Any] = [each for each in self._known() if each.place == first]
+        if optimizer is not None:
+            records = [self._records.get(optimizer)]
+        norms = _saved(records[0]) if records else self._loaded.get(first, {})
+        return norms.get(Sigmas.__name__, [])[norm_layout.RING :]
 
     def _known(self) -> list[Record]:
         return [record for _, record in self._records if record.place is not None]

@@ -594,7 +594,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             LookupError: If this optimizer was never checked.
         """
-        flags = last_flags(optimizer, self._records.get(optimizer)) if self._enabled else {}
+        flags = last_flags(optimizer, self._records) if self._enabled else {}
         scale = self._get_scale_async() if self._enabled else None
         device = torch.device("cpu") if scale is None else scale.device
         return scalars.any_found(flags.values(), device)
@@ -626,8 +626,7 @@ class GradScaler(TorchGradScaler):
             LookupError: If this optimizer was never checked.
         """
         refuse_capture("a question that the host asks", "ask after the replay")
-        record = self._records.get(optimizer)
-        return reason_of(last_flags(optimizer, record)) if self._enabled else None
+        return reason_of(last_flags(optimizer, self._records)) if self._enabled else None
 
     def skip_limit(self, optimizer: torch.optim.Optimizer | None = None) -> float | None:
         """Returns the norm above which the next step is skipped, with one host sync.
@@ -637,11 +636,16 @@ class GradScaler(TorchGradScaler):
 
         Args:
             optimizer: One that was stepped; None for the first, where there is one.
+
+        Raises:
+            LookupError: With `Sigmas`, if this optimizer was never checked.
         """
         rule = self._skip_log.rule if self._skip_above is None else self._skip_above
         if not self._enabled or not isinstance(rule, Sigmas):
             return None if isinstance(rule, Sigmas) or not self._enabled else rule
         refuse_capture("a limit that the host reads", "ask after the replay")
+        if optimizer is not None:
+            last_flags(optimizer, self._records)
         return sigmas_limit(rule, self._norm_histories.window(optimizer))
 
     def stats(self) -> ScalerStats:

@@ -17,7 +17,7 @@ from ampfast.backends.scalars import joint_flag
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import Names, OverflowReport, Tracking
-from ampfast.gradients import Flags, Record
+from ampfast.gradients import Flags, Records
 
 if TYPE_CHECKING:
     from ampfast.backends import Choice
@@ -96,12 +96,13 @@ class Reports:
         return report
 
 
-def last_flags(optimizer: object, record: Record | None) -> Flags:
+def last_flags(optimizer: object, records: Records) -> Flags:
     """The flags of an optimizer's last check, by device.
 
     Raises:
         LookupError: If it was never checked.
     """
+    record = records.get(optimizer)
     turn: Any = None if record is None else record.turn
     flags: Flags | None = None
     if turn is not None:

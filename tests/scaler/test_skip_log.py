@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,11 +87,17 @@ def test_the_limit_can_be_asked(by_clip: bool, backend: str | None) -> None:
         return guard.skip_reason(optimizer)
 
     for norm in (1.0, 2.0, 1.0, 2.0):
-        assert guard.skip_limit(optimizer) is None
         step(norm)
-    assert found[-1] == pytest.approx(1.5 + 6 * (1 / 3) ** 0.5)
+    with pytest.raises(LookupError, match="never checked"):
+        guard.skip_limit(Training(guard).optimizer)
+    assert found[:3] == [None] * 3 and found[-1] == pytest.approx(1.5 + 6 * (1 / 3) ** 0.5)
     assert step(found[-1] * 1.001) == "spike" and found[-1] == found[-2]
     assert ampfast.report.figures(guard)["skip_limit"] == guard.skip_limit() == found[-1]
     assert step(found[-1] * 0.999) is None
+    wrapper: Any = SimpleNamespace(optimizer=optimizer)  # as Accelerate's
+    assert (guard.skip_limit(wrapper), guard.skip_reason(wrapper)) == (guard.skip_limit(), None)
+    resumed = ampfast.StepGuard(backend=backend, skip_above=WINDOW)
+    resumed.load_state_dict(guard.state_dict())
+    assert resumed.skip_limit() == guard.skip_limit()
     guard.skip_above = 7
     assert guard.skip_limit(optimizer) == 7

@@ -82,15 +82,22 @@ class Rows(loggers.DummyLogger):
 
 
 def by_lightning(
-    run: Recorder, precision: str, clip: float, guard: Any, folder: Path, begin: int, end: int
+    run: Recorder,
+    precision: str,
+    clip: float,
+    guard: Any,
+    folder: Path,
+    begin: int,
+    end: int,
+    every: int = 1,
 ) -> None:
-    given: Any = {"precision": precision}
+    given: Any = {"precision": precision, "log_every_n_steps": every}
     if precision == "16-mixed":
-        given = {"plugins": [plugins.MixedPrecision(precision, "cpu", TorchScaler("cpu", **SCALE))]}
+        del given["precision"]
+        given["plugins"] = [plugins.MixedPrecision(precision, "cpu", TorchScaler("cpu", **SCALE))]
     trainer = L.Trainer(
         max_epochs=1 + (begin > 0),
         logger=Rows(run),
-        log_every_n_steps=1,
         gradient_clip_val=clip,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -139,7 +146,14 @@ class Wrapped(nn.Module):
 
 
 def by_transformers(
-    run: Recorder, precision: str, clip: float, guard: Any, folder: Path, begin: int, end: int
+    run: Recorder,
+    precision: str,
+    clip: float,
+    guard: Any,
+    folder: Path,
+    begin: int,
+    end: int,
+    every: int = 1,
 ) -> None:
     rows = [
         {"data": row, "labels": label}
@@ -153,7 +167,7 @@ def by_transformers(
         per_device_train_batch_size=5,
         train_sampling_strategy="sequential",
         lr_scheduler_type="constant",
-        logging_steps=1,
+        logging_steps=every,
         report_to="none",
         disable_tqdm=True,
         max_grad_norm=clip,
@@ -191,13 +205,16 @@ def trained(
     clip: float,
     folder: Path,
     bad: dict[int, float],
-    guards: bool = True,
+    guards: tuple[int, ...] = (0, HALF),
     parts: tuple[int, ...] = (0, STEPS),
 ) -> tuple[list[list[Tensor]], Recorder]:
-    """Weights after each step, of parts with new objects and a checkpoint between them."""
+    """Weights after each step, of parts with new objects and a checkpoint between them.
+
+    Those parts are guarded of which `guards` has the first step.
+    """
 
     def guard(trainer: Any) -> Any:
-        if not guards:
+        if begin not in guards:
             return None
         return ampfast.callbacks.guard(trainer, skip_above=LIMIT, max_skips=3).scaler
 
@@ -218,7 +235,7 @@ def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
     case = way, precision, name, clip
     clean, run = trained(*case, tmp_path / "clean", {})
     assert run.scaler.stats().skipped == 0
-    assert_same(clean, trained(*case, tmp_path / "off", {}, guards=False)[0])
+    assert_same(clean, trained(*case, tmp_path / "off", {}, guards=())[0])
     whole, run = trained(*case, tmp_path / "whole", BAD)
     held = [step for step in range(1, STEPS) if all(map(torch.equal, *whole[step - 1 : step + 1]))]
     assert held == list(BAD)
@@ -235,12 +252,48 @@ def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
     assert_same(trained(*case, tmp_path / "halves", BAD, parts=(0, HALF, STEPS))[0], whole)
 
 
+@pytest.mark.parametrize("first", [0, HALF])
+@pytest.mark.parametrize(
+    "way, precision", [(by_lightning, "bf16-mixed"), (by_transformers, "bf16")]
+)
+def test_a_guard_may_come_or_go_between_checkpoints(
+    way: Callable[..., None], precision: str, first: int, tmp_path: Path
+) -> None:
+    case = way, precision, "adam", 0.3
+    clean = trained(*case, tmp_path / "clean", {}, guards=())[0]
+    parts = trained(*case, tmp_path / "halves", {}, guards=(first,), parts=(0, HALF, STEPS))[0]
+    assert_same(parts, clean)
+
+
+@pytest.mark.parametrize(
+    "way, precision", [(by_lightning, "bf16-mixed"), (by_transformers, "bf16")]
+)
+def test_short_trainings_log_once_and_are_warned_of_the_window(
+    way: Callable[..., None],
+    precision: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def guard(trainer: Any) -> Any:
+        ampfast.callbacks.guard(trainer, skip_above=9.0)  # which the next one replaces
+        return ampfast.callbacks.guard(trainer, skip_above=ampfast.Sigmas(6)).scaler
+
+    run = Recorder({6: 500.0, 11: math.nan}, "adam")
+    way(run, precision, 0.0, guard, tmp_path, 0, STEPS, every=500)
+    logged = [row for row in run.rows if "scaler/steps" in row]
+    assert [(row["scaler/steps"], row["scaler/skipped"]) for row in logged] == [(STEPS, 1)]
+    warning, skip = (each.getMessage() for each in caplog.records if each.name == "ampfast")
+    assert "once 128 more steps were taken" in warning and "of 16 steps no spike" in warning
+    assert skip.startswith("step 11 was skipped")
+
+
 def test_remove_and_what_is_refused() -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     _, optimizer = accelerator.prepare(small_model(), optimizer_for(small_model()))
     before = {**vars(accelerator)}
     handle = ampfast.callbacks.guard(accelerator)
     assert optimizer.scaler is accelerator.scaler is handle.scaler
+    assert repr(handle) == f"<Guarded: {handle.scaler}>"
     handle.remove()
     assert vars(accelerator) == before and optimizer.scaler is None
     accelerator.scaler = own = ampfast.GradScaler("cpu", skip_above=2.0)
