@@ -56,6 +56,9 @@ class Turn(dict[str, Any]):
     is_measured = False
     is_late = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turn, ({**self},)  # what is known besides is of this process
+
 
 class Record:
     """What a scaler knows of one optimizer, for as long as that lives.
