@@ -7,20 +7,18 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.comparison import Hooked, TorchScaler, assert_same, started
 from support.gradients import parameter_like, parameter_with
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ampfast import GradScaler, functional
 
@@ -308,16 +306,10 @@ def test_complex32_is_refused_as_float16() -> None:
     assert_same(optimizer.param_groups[0]["params"][0].grad, torch.ones(3))
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("placement", [Shard(0), Partial()], ids=str)
 @pytest.mark.parametrize("order", [2.0, INF, 3.0])
-def test_distributed(mesh: Any, placement: Any, order: float) -> None:
+def test_distributed(world: Any, placement: Any, order: float) -> None:
+    mesh = init_device_mesh("cpu", (1,))
     optimizer = torch.optim.SGD([parameter_like(DTensor.from_local(numbers(), mesh, [placement]))])
     scaler: Any = started(GradScaler, 4.0, track="norms")
     exact = torch.linalg.vector_norm(numbers() / 4, order)

@@ -36,7 +36,7 @@ OVER_COMPILED = (
 ALL = "backends/device_kernels"
 VALUES = "backends/device_kernels/test_device_lists.py"
 FINISH = "backends/device_kernels/test_device_finish.py"
-STATE = "backends/device_kernels/test_device_state.py"
+STATE = ("test_random_updates", "test_replays_are_torchs_eager_steps")
 # Sizes and addresses of lists, and the last program with its update: what `make test` runs.
 SHORT = (
     f"{VALUES}::test_small_sizes_at_every_offset",
@@ -68,7 +68,7 @@ def compiled(name: str) -> dict[str, str]:
 OF_TRITON = (
     Run("short-interpreted", SHORT, in_every_test=True),
     # `make test-triton36` interprets all of them.
-    Run("interpreted", (FINISH, STATE)),
+    Run("interpreted", (FINISH, *(f"{ALL}/test_device_fuzz.py::{name}" for name in STATE))),
     Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
     Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),
     Run("scaler-interpreted", OVER_THEM, {"AMPFAST_BACKEND": "triton"}),

@@ -372,22 +372,6 @@ def test_kinds_of_gradients_share_a_norm(order: float) -> None:
     assert pair.a.item() == pair.b.item() == pytest.approx(3 * coefficient.item())
 
 
-@pytest.mark.parametrize("order", [2.0, INF, 1.0])
-def test_an_infinity_of_any_kind_skips(order: float) -> None:
-    for bad in (INF, math.nan):
-        for regular, other in ((bad, 0.0), (1.0, bad)):
-            irregular = make_gradient("every_other")
-            irregular[0, 0] = other
-            optimizer = sgd_with(torch.tensor([1.0, regular, 1.0]), irregular)
-            scaler = started(scale=8.0)
-            assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(bad))
-            assert scaler.step_skipped(optimizer)
-    # As in unscaling, the written value decides: finite gradients whose unscaled values overflow.
-    optimizer, scaler = sgd_with(torch.tensor([1e30])), started(scale=1e-20)
-    assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
-    assert scaler.step_skipped(optimizer)
-
-
 # With `in_place=False`: gradients stay unchanged, the division of the optimizer clips
 
 
@@ -454,25 +438,31 @@ def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
         assert_sides_same(ours, theirs)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad", [INF, -INF, math.nan])
 @pytest.mark.parametrize("order", [2.0, INF, 1.0])
-def test_a_gradient_that_is_not_finite_skips(order: float, bad: float) -> None:
-    strided = make_gradient("every_other")
+def test_a_gradient_that_is_not_finite_skips(order: float, bad: float, in_place: bool) -> None:
+    strided, grad, ones = make_gradient("every_other"), torch.tensor([1.0, bad]), torch.ones(3)
     strided[1, 2] = bad
-    grad = torch.tensor([1.0, bad])
-    for grads in ([grad], [strided], [torch.ones(3), strided], [torch.ones(3).double(), strided]):
-        optimizer, before = Watched(*grads), [each.clone() for each in grads]
-        scaler = started(scale=4.0)
-        norm = scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=False)
+    for grads in ([grad], [strided], [ones, strided], [ones.double(), strided]):
+        before = [each.clone() for each in grads]
+        optimizer, scaler = Watched(*(each.clone() for each in grads)), started(scale=4.0)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=in_place)
         assert_same(norm.float(), torch.tensor(abs(bad)))
         assert scaler.step_skipped(optimizer)
         for flag in scaler._found_inf_per_device(optimizer).values():
             flag.mul_(2.0)  # as of summed ones
         scaler.step(optimizer)
         assert optimizer.handed[0][1].item() == 1.0
-        assert_same([each.contiguous() for each in grads], before)
+        assert (
+            in_place or assert_same([g.contiguous() for g in grads_in(optimizer)], before) is None
+        )
         scaler.update()
         assert scaler.get_scale() == 2.0
+    # As in unscaling, the written value decides: finite gradients whose unscaled values overflow.
+    optimizer, scaler = Watched(torch.tensor([1e30])), started(scale=1e-20)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=in_place).item() == INF
+    assert scaler.step_skipped(optimizer)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

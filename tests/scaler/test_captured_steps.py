@@ -114,13 +114,9 @@ def with_(owner: Any, name: str, value: Any) -> Change:
     return lambda training, patch: patch.setattr(owner, name, value)
 
 
-def one_more(training: Training, _: object) -> None:
-    training.optimizer.add_param_group({"params": [parameter_with(torch.ones(1))]})
-
-
-def one_elsewhere(training: Training, _: object) -> None:
-    other = parameter_with(torch.ones(1, device="meta"))
-    training.optimizer.add_param_group({"params": [other]})
+def one_more(device: str) -> Change:
+    param = parameter_with(torch.ones(1, device=device))
+    return lambda training, _: training.optimizer.add_param_group({"params": [param]})
 
 
 class Own(torch.optim.Adam):
@@ -142,11 +138,11 @@ def counting_on_the_host(training: Training, _: object) -> None:
     [
         ("sgd", 1, with_(torch.version, "hip", "7.2"), OLD),
         ("sgd", 1, with_(torch.cuda, "CUDAGraph", object), OLD),
-        ("sgd", 1, one_elsewhere, "on meta, too"),
+        ("sgd", 1, one_more("meta"), "on meta, too"),
         ("momentum", 0, None, FIRST.format("SGD")),
         ("adam", 0, None, FIRST.format("Adam")),
         ("fused_sgd", 0, None, "the first step of a fused SGD with momentum"),
-        ("adam", 1, one_more, FIRST.format("Adam")),
+        ("adam", 1, one_more("cpu"), FIRST.format("Adam")),
         ("sgd", 1, anothers, FIRST.format("Own")),
         ("sgd", 1, counting_on_the_host, "a step of Adagrad, which counts steps on the host"),
     ],

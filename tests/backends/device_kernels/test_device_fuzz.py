@@ -1,4 +1,4 @@
-"""Random lists and bytes moved: the GPU tests, scaled down."""
+"""Random lists, marks, updates and captures, and bytes moved: the GPU tests, scaled down."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 from batches import KINDS, random_batch, run_batch
-from device_parity import BACKEND, CPU, KERNELS, guarded, normal
-from support.comparison import FLOATS, assert_same
+from device_parity import BACKEND, CPU, KERNELS, guarded, launch, normal, offsets
+from support.captures import Capturing, assert_replays_are_eager
+from support.comparison import FLOATS, TorchScaler, assert_same
 from support.kernels import flag, grads_of, run_check, run_unscale, wide, window
 from support.launchers import ON_HOST
+from support.models import LIMITS, check_limits, check_passes, check_random_lists, check_times
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.
 LISTS = 12 if IS_COMPILED else 2
 IS_COUNTED = IS_COMPILED and not ON_HOST
-LAUNCHES = 200 if IS_COMPILED else 20
 FACTORS = (1 / 3, 2.0**-16, 3.0, -0.75, 1.0, 2.0**-128, 3e38, 0.0, torch.inf, torch.nan)
 
 
@@ -91,3 +92,51 @@ def test_a_coefficient_of_1_reads_no_gradient(
             assert record.read < grad.nbytes / 4 and record.written <= 4 + 2 * 8
         elif record is not None:
             assert min(record.read, record.written) >= grad.nbytes
+
+
+# Tracking, against plain comparisons
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_marks_of_random_lists(programs: int, limit_programs: Callable[[int], None]) -> None:
+    limit_programs(programs)
+    check_random_lists(KERNELS, CPU, range(3 * programs % 7, 3 * programs % 7 + 3))
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_marks_of_windows(dtype: torch.dtype) -> None:
+    size = window(dtype)
+    values = torch.randn(2 * size + 3, generator=torch.Generator().manual_seed(3)).to(dtype)
+    values[::7] = 0.0
+    grads = [guarded(values, 1), guarded(values[:size])]
+    grads[0][-1], grads[1][0] = torch.inf, torch.nan
+    for offset in offsets(dtype):
+        # Bad values at either end, then a finite parameter without a mark.
+        grads += [guarded(values[:n], offset) for n in (5, size, 5)]
+        grads[-3][0], grads[-2][-1] = torch.nan, torch.inf
+    check_passes(KERNELS, grads, CPU)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_step_counts_once() -> None:
+    check_times(KERNELS, CPU, 3 * window(torch.float32) + 1)
+
+
+# Limits of the scale, counters and history, against a model; captured steps
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("limits", LIMITS)
+def test_random_updates(limits: str) -> None:
+    check_limits(KERNELS, CPU, limits)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_replays_are_torchs_eager_steps(
+    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing = Capturing(launch, monkeypatch)
+    assert_replays_are_eager(capturing, kind, lambda training: training.step(together), TorchScaler)
