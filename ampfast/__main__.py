@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         usage="python -m ampfast run [--guard] [--skip-above LIMIT] [--max-skips N] [--clip] "
         "[--track overflow] [-m] SCRIPT [ARGS...]",
         description="Runs a script as python does, unedited. Wherever it "
-        "makes torch's GradScaler, it gets ampfast's. At the end a line tells the steps, the "
+        "makes torch's GradScaler, it gets ampfast's; with --guard, for bfloat16 and float32, bad "
+        "steps of torch's optimizers are skipped. At the end a line tells the steps, the "
         "skipped ones, the final scale, the scaler's own time and its share of a step. For several "
         "ranks torchrun starts it, and rank 0 prints the line: torchrun --nproc_per_node 2 -m "
         "ampfast run SCRIPT ARGS...",

@@ -27,6 +27,7 @@ _NO_SCALER = (
     "ampfast.GradScaler. (A process that it started by multiprocessing has ampfast's scaler, and "
     "no line; other processes have torch's.)"
 )
+_FOR_SCALERS = "ampfast: without --guard, --skip-above is for gradient scalers, as of float16"
 _NO_STEP = "no step of a torch optimizer was guarded in this process"
 
 
@@ -140,6 +141,8 @@ def run(
         patch_with_children(clip, guard, given, watch)
         if record is None:  # what is compared has no other cost
             loop_checks.start(ampfast.GradScaler, is_whole=True)
+        if not guard and given.get("skip_above") is not None and is_first_rank():
+            print(_FOR_SCALERS, file=sys.stderr)
     # The first one registered runs last, after a traceback.
     atexit.register(finish)
     sys.argv = [program, *arguments]
@@ -193,15 +196,18 @@ def describe(record: Record) -> str:
         return "the gradient scaler is disabled, by enabled=False or for want of CUDA"
     if not record.steps:
         return "the gradient scaler was never updated: its update() was not called"
-    skipped, name = "of torch's class, not ampfast's", "scaler"
+    skipped, name, note = "of torch's class, not ampfast's", "scaler", ""
     if isinstance(scaler, ampfast.GradScaler):
-        skipped = f"{scaler.stats().skipped} skipped"
+        stats, rule = scaler.stats(), scaler.skip_above
+        skipped = f"{stats.skipped} skipped"
+        if isinstance(rule, ampfast.Sigmas) and stats.steps - stats.skipped <= rule.window:
+            note = f"; spikes are compared once {rule.window} steps were taken"
     scale = f", final scale {scaler.get_scale():.15g}"
     if isinstance(scaler, StepGuard):
-        name, scale = "guard", f", {scaler.stats().spikes} of them for their norm"
+        name, scale = "guard", f", {stats.spikes} of them for their norm"
     share = f", {found['share']:.2%} of a whole step" if "share" in found else ""
     own = f"the {name}'s own time {found['own']:.1f} us a step{share}"
-    return f"{record.steps} steps, {skipped}{scale}; {own}"
+    return f"{record.steps} steps, {skipped}{scale}{note}; {own}"
 
 
 def _facts(record: Record, weights: int) -> dict[str, Any]:

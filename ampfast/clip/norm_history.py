@@ -193,7 +193,7 @@ def skip_limit_of(skip_above: object) -> float | Sigmas | None:
     """
     if skip_above is None or isinstance(skip_above, Sigmas):
         return skip_above
-    others = " or ampfast.Sigmas (Percentile and ZScore are for max_norm)"
+    others = " or ampfast.Sigmas(6) (Percentile and ZScore are for max_norm)"
     return float_of("skip_above", skip_above, others, least=0)
 
 

@@ -16,7 +16,6 @@ from ampfast.errors import warn_caller
 from ampfast.scaler.history import ScalerStats
 
 _WARNED_AT = 100
-_HINT = "A scaler made with track='overflow' names the parameters whose gradients overflow."
 
 
 class SkipWatch:
@@ -80,20 +79,26 @@ class SkipWatch:
             stats: Counts of the scaler.
             report: Which parameters overflowed; None if that is not known.
         """
+        scale = f"; the scale is {stats.scale:g}" * bool(stats.backoffs)
+        advice = _advice(stats.skipped, stats.spikes).lstrip()
         return FloatingPointError(
             f"{stats.consecutive_skips} steps in a row were skipped, and max_skips is {self.most}. "
             f"Of {stats.steps} steps {stats.skipped} were skipped, {stats.spikes} of them for "
-            f"their norm; the scale is {stats.scale:g}.\n{_HINT if report is None else report}"
+            f"their norm{scale}.\n{advice if report is None else report}"
         )
 
 
 def _warning(counts: list[int]) -> str:
     skips = counts[layout.CONSECUTIVE_SKIPS]
     steps, skipped, spikes = (counts[getattr(layout, n)] for n in ("STEPS", "SKIPPED", "SPIKES"))
-    text = (
+    return (
         f"{skips} steps in a row were skipped. Of {steps} steps {skipped} were skipped, {spikes} "
-        "of them for their norm."
+        f"of them for their norm.{_advice(skipped, spikes)} max_skips=... ends such a training."
     )
+
+
+def _advice(skipped: int, spikes: int) -> str:
+    text = ""
     if skipped > spikes:
         text += (
             " For inf or NaN in every step look into the model and its input: "
@@ -101,4 +106,4 @@ def _warning(counts: list[int]) -> str:
         )
     if spikes:
         text += " Where every norm is above the limit, set a higher skip_above."
-    return text + " max_skips=... ends such a training."
+    return text

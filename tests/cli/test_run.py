@@ -142,6 +142,7 @@ def test_scalers_get_arguments(python: Call) -> None:
     program = TRAIN + "print(scaler.skip_above, torch.nn.utils.clip_grad_norm_.__module__)"
     done = python(program, "-m", "ampfast", "run", "--skip-above", "0.5", "--clip", "train.py")
     assert done.stdout.startswith("0.5 ampfast.")
+    assert done.stderr.startswith("ampfast: without --guard, --skip-above is for gradient scalers")
 
 
 GUARDED = """
@@ -169,6 +170,8 @@ for step in range(12):
 def test_steps_are_guarded_without_a_scaler(python: Call) -> None:
     guarded = ("-m", "ampfast", "run", "--guard", "--skip-above", "sigmas:6:4", "train.py")
     assert python(GUARDED, *guarded).stdout == python(GUARDED, "train.py").stdout
+    done = python(GUARDED, *guarded[:-2], "sigmas:6:12", "train.py")
+    assert ", 0 of them for their norm; spikes are compared once 12 steps were t" in done.stderr
     done = python(GUARDED, *guarded, "bad", "--skip-above", "1")
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [int(row[0]) for row in rows if row[1] == "True"] == [6, 6, 9, 9]

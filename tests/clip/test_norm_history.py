@@ -779,7 +779,7 @@ def test_arguments_are_checked(make: Any, name: str, value: Any, error: Any) -> 
         make(**{name: value})
 
 
-NUMBER = r"a Python number or .* \(.* are for max_norm\), got"
+NUMBER = r"a Python number or ampfast\.Sigmas\(6\) \(.* are for max_norm\), got"
 
 
 @pytest.mark.parametrize(

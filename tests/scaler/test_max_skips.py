@@ -82,8 +82,11 @@ def test_the_error_tells_why_it_has_no_report() -> None:
     """It is no other error, for which a handler would not be made."""
     training = training_of(max_skips=1)
     training.scaler.name_parameters(torch.nn.Linear(1, 1))
-    with pytest.raises(FloatingPointError, match="made with track='overfl"):
+    with pytest.raises(FloatingPointError, match="track='overflow' the parameters"):
         training.step(math.inf)
+    training = training_of("guard", max_skips=1, skip_above=10.0)
+    with pytest.raises(FloatingPointError, match=r" norm\.\nWhere .* set a higher skip_above\.$"):
+        training.step(20.0)
 
 
 def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
