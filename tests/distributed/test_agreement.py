@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from typing import Any
@@ -42,16 +43,14 @@ def over_lines(lines: list[str], orders: list[list[int]]) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("lines", "orders"),
-    [
+def test_the_order_of_parameters_may_differ() -> None:
+    """On the lines of a square and on those of a ring."""
+    cases = [
         (["a", "b"], [[0, 1], [1, 0], [1, 0], [0, 1]]),
         (["01", "12", "023"], [[2, 0], [0, 1], [1, 2], [2]]),
-    ],
-    ids=["of a square", "of a ring"],
-)
-def test_the_order_of_parameters_may_differ(lines: list[str], orders: list[list[int]]) -> None:
-    assert ranks.run(over_lines, lines, orders, ranks=4) == [[(True, 4.0)] * 4] * 4
+    ]
+    for values in ranks.run_each(over_lines, cases, ranks=4):
+        assert values == ([(True, 4.0)] * 4,) * 4
 
 
 def overflowing_sum(way: str, scale: float) -> tuple[bool, list[str]]:
@@ -75,13 +74,11 @@ def overflowing_sum(way: str, scale: float) -> tuple[bool, list[str]]:
     return skipped, [each.name for each in scaler.overflow_report().parameters]
 
 
-@pytest.mark.parametrize(
-    ("way", "scale"), [("step", 1.0), ("step", 2.0), ("step", 8.0), ("clip", 1.0), ("norms", 1.0)]
-)
-def test_sums_that_overflow(way: str, scale: float) -> None:
-    skips = scale < 4
-    expected = (skips, ["group 0, parameter 1"] * skips)
-    assert ranks.run(overflowing_sum, way, scale, ranks=4) == [expected] * 4
+def test_sums_that_overflow() -> None:
+    cases = [("step", 1.0), ("step", 2.0), ("step", 8.0), ("clip", 1.0), ("norms", 1.0)]
+    for case, values in zip(cases, ranks.run_each(overflowing_sum, cases, ranks=4), strict=True):
+        skips = case[1] < 4
+        assert values == ((skips, ["group 0, parameter 1"] * skips),) * 4, case
 
 
 class Halves(Shard):
@@ -114,11 +111,11 @@ def of_unknown_placement(way: str) -> tuple[float, list[bool], list[str]]:
     return unscaled, skipped, said
 
 
-@pytest.mark.parametrize("way", ["unscale", "clip"])
-def test_an_unknown_placement_takes_torchs_op(way: str) -> None:
-    for rank, (unscaled, skipped, said) in enumerate(ranks.run(of_unknown_placement, way)):
-        assert (unscaled, skipped) == (1.0 + rank, [False, True])
-        assert len(said) == 1 and "Halves" in said[0]
+def test_an_unknown_placement_takes_torchs_op() -> None:
+    for way in ("unscale", "clip"):
+        for rank, (unscaled, skipped, said) in enumerate(ranks.run(of_unknown_placement, way)):
+            assert (unscaled, skipped) == (1.0 + rank, [False, True])
+            assert len(said) == 1 and "Halves" in said[0]
 
 
 def nothing(kind: str, way: str) -> str:
@@ -135,11 +132,10 @@ def nothing(kind: str, way: str) -> str:
     return "stepped"
 
 
-@pytest.mark.parametrize("way", ["step", "unscale", "clip"])
-@pytest.mark.parametrize("kind", ["shards", "group"])
-def test_no_rank_has_a_gradient(kind: str, way: str) -> None:
+def test_no_rank_has_a_gradient() -> None:
     said = "No inf checks were recorded for this optimizer."
-    assert ranks.run(nothing, kind, way) == [said, said]
+    cases = list(itertools.product(("shards", "group"), ("step", "unscale", "clip")))
+    assert ranks.run_each(nothing, cases) == [(said, said)] * len(cases)
 
 
 def norms_of(strategy: str) -> tuple[float, float]:
@@ -164,7 +160,8 @@ def norms_of(strategy: str) -> tuple[float, float]:
     return scaler.grad_norm(optimizer).item(), model.clip_grad_norm_(1e9).item()
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
-def test_the_norm_of_every_strategy(strategy: str) -> None:
-    for ours, theirs in ranks.run(norms_of, strategy, ranks=4):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+def test_the_norm_of_every_strategy() -> None:
+    strategies = [("FULL_SHARD",), ("SHARD_GRAD_OP",), ("HYBRID_SHARD",), ("NO_SHARD",)]
+    for values in ranks.run_each(norms_of, strategies, ranks=4):
+        for ours, theirs in values:
+            assert ours == pytest.approx(theirs, rel=1e-6)

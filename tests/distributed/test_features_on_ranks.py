@@ -84,12 +84,11 @@ def followed(name: str, layout: str) -> tuple[list[Any], list[Any]]:
 CASES = [(name, layout) for name in FEATURES for layout in LAYOUTS[: 1 if "holes" in name else 2]]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_ranks_do_as_one_process(name: str, layout: str) -> None:
-    alone, _ = followed(name, "whole")
-    assert {reason for *_, reason in alone} == FEATURES[name][2]
-    first, second = ranks.run(followed, name, layout)
-    assert first == second and first[0] == alone
+def test_ranks_do_as_one_process() -> None:
+    for (name, _), (first, second) in zip(CASES, ranks.run_each(followed, CASES), strict=True):
+        alone, _ = followed(name, "whole")
+        assert {reason for *_, reason in alone} == FEATURES[name][2]
+        assert first == second and first[0] == alone, name
 
 
 # Overflow reports
@@ -128,12 +127,12 @@ def reports_of(layout: str) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_knows_every_overflow(layout: str) -> None:
+def test_every_rank_knows_every_overflow() -> None:
     first = [("a", "inf", 0, 1, 0)]
     both = [("a", "nan", 2, 1, 1), ("c", "inf", 2, 1, 0)]
-    for results in ranks.run(reports_of, layout):
-        assert results == [[first, first, both, both]] * len(results)
+    for values in ranks.run_each(reports_of, [(layout,) for layout in LAYOUTS]):
+        for results in values:
+            assert results == [[first, first, both, both]] * len(results)
 
 
 def unequal() -> tuple[list[str], list[str], bool]:
@@ -184,9 +183,9 @@ def bad_module(wrapper: str) -> list[str | None]:
     return [None if each.module is None else each.module.module for each in reports]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_the_module_of_the_rank_that_found_one(wrapper: str) -> None:
-    assert ranks.run(bad_module, wrapper) == [[None, "2"], ["2", "2"]]
+def test_the_module_of_the_rank_that_found_one() -> None:
+    found = ranks.run_each(bad_module, [("ddp",), ("fsdp2",)])
+    assert found == [([None, "2"], ["2", "2"])] * 2
 
 
 def ends_at() -> tuple[int, str]:
@@ -233,11 +232,11 @@ def advanced(fused: bool, has_group: bool, is_late: bool) -> list[int]:
     return [*seen, schedule.last_epoch]
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["exact", "late"])
-@pytest.mark.parametrize(("fused", "has_group"), [(False, True), (True, True), (True, False)])
-def test_schedules_are_equally_far(fused: bool, has_group: bool, is_late: bool) -> None:
-    expected = [0, 0, 0, 1, 2, 2, 4] if is_late else [0, 0, 1, 2, 2, 3, 4]
-    assert ranks.run(advanced, fused, has_group, is_late) == [expected] * 2
+def test_schedules_are_equally_far() -> None:
+    kinds = [(False, True), (True, True), (True, False)]
+    cases = [(*kind, is_late) for kind in kinds for is_late in (False, True)]
+    exact, late = [0, 0, 1, 2, 2, 3, 4], [0, 0, 0, 1, 2, 2, 4]
+    assert ranks.run_each(advanced, cases) == [(exact, exact), (late, late)] * 3
 
 
 # Master weights, against those by hand on the same ranks
@@ -284,17 +283,18 @@ def mastered(name: str, dtype: torch.dtype, fused: bool, by_hand: bool) -> Any:
     return first, [whole(p) for p in params], [whole(m) for m in masters], scaler.get_scale()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "stages"])
-def test_master_weights_are_those_by_hand(name: str, dtype: torch.dtype, fused: bool) -> None:
+def test_master_weights_are_those_by_hand(name: str) -> None:
     def alike(ours: list[Tensor], theirs: list[Tensor]) -> bool:
         return all(map(torch.equal, ours, theirs))
 
-    results = [ranks.run(mastered, name, dtype, fused, by_hand) for by_hand in (False, True)]
-    for (first, ours, masters, scale), (_, theirs, expected, _) in zip(*results, strict=True):
-        assert scale == 4.0
-        assert alike(ours, theirs) and alike(masters, expected)
-        assert alike(ours, [master.to(dtype) for master in masters])
-        assert not any(map(torch.equal, ours, first))
-    assert alike(results[0][0][1], results[0][1][1]) or name == "stages"
+    halves = (torch.float16, torch.bfloat16)
+    cases = list(itertools.product((name,), halves, (False, True), (False, True)))
+    found = ranks.run_each(mastered, cases)
+    for (_, dtype, *_), *results in zip(cases[::2], found[::2], found[1::2], strict=True):
+        for (first, ours, masters, scale), (_, theirs, expected, _) in zip(*results, strict=True):
+            assert scale == 4.0
+            assert alike(ours, theirs) and alike(masters, expected)
+            assert alike(ours, [master.to(dtype) for master in masters])
+            assert not any(map(torch.equal, ours, first))
+        assert alike(results[0][0][1], results[0][1][1]) or name == "stages"

@@ -111,27 +111,21 @@ def traffic(group: str, layout: str) -> dict[tuple[str, str, bool], Sent]:
     return seen
 
 
-def test_nothing_is_sent_without_need() -> None:
-    for layout in ("plain", "replicated"):
-        for seen in ranks.run(traffic, "none", layout, ranks=4):
-            assert seen == {case: [] for case in CASES}
+# By the scaler's group and the layout, whether a collective carries all; else nothing is sent.
+SENDS = {
+    **{("none", layout): False for layout in ("plain", "replicated")},
+    **{(group, "plain"): True for group in ("world", "mesh")},
+    **{("none", layout): True for layout in ("sharded", "one dimension", "both dimensions")},
+    ("none", "line and square"): True,
+    ("world", "sharded"): True,
+}
 
 
-@pytest.mark.parametrize(
-    ("group", "layout"),
-    [
-        ("world", "plain"),
-        ("mesh", "plain"),
-        ("none", "sharded"),
-        ("none", "one dimension"),
-        ("none", "both dimensions"),
-        ("none", "line and square"),
-        ("world", "sharded"),
-    ],
-)
-def test_one_collective_carries_all(group: str, layout: str) -> None:
+@pytest.mark.parametrize(("group", "layout"), SENDS)
+def test_nothing_is_sent_without_need_and_then_one_collective(group: str, layout: str) -> None:
+    told = WAYS if SENDS[group, layout] else {}
     for seen in ranks.run(traffic, group, layout, ranks=4):
-        assert seen == {(way, *rest): WAYS[way] for way, *rest in CASES}
+        assert seen == {(way, *rest): told.get(way, []) for way, *rest in CASES}
 
 
 def of_feature(way: str, more: dict[str, Any]) -> Sent:
@@ -142,12 +136,12 @@ def of_feature(way: str, more: dict[str, Any]) -> Sent:
     return sent(partial(take_step, scaler, optimizer, way=way))
 
 
-@pytest.mark.parametrize("way", ["step", "unscale", "clip", "together"])
-def test_features_send_no_more(way: str) -> None:
-    flag = BOTH if way == "clip" else FLAG
-    for more, expected in (
-        ({"track": "overflow"}, [flag]),
-        ({"skip_above": 20.0}, [BOTH]),
-        ({"skip_above": Sigmas(6.0)}, [BOTH]),
-    ):
-        assert ranks.run(of_feature, way, more) == [expected] * 2, more
+def test_features_send_no_more() -> None:
+    cases, expected = [], []
+    for way in ("step", "unscale", "clip", "together"):
+        flag = BOTH if way == "clip" else FLAG
+        features = (({"track": "overflow"}, flag), ({"skip_above": 20.0}, BOTH))
+        for more, sends in (*features, ({"skip_above": Sigmas(6.0)}, BOTH)):
+            cases.append((way, more))
+            expected.append(([sends], [sends]))
+    assert ranks.run_each(of_feature, cases) == expected
