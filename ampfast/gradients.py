@@ -105,6 +105,24 @@ class Records:
         inner = getattr(optimizer, "optimizer", None)
         return self.known.get(id(optimizer)) or self.known.get(id(inner))
 
+    def last_flags(self, optimizer: object) -> Flags:
+        """The flags of an optimizer's last check, by device.
+
+        Raises:
+            LookupError: If it was never checked.
+        """
+        record = self.get(optimizer)
+        turn: Any = None if record is None else record.turn
+        flags: Flags | None = None
+        if turn is not None:
+            flags = turn.get("found_inf_per_device") or turn.last_flags
+        if flags is None:
+            raise LookupError(
+                f"this optimizer ({type(optimizer).__name__}) was never checked: "
+                "call step() or unscale_() first"
+            )
+        return flags
+
     def in_iteration(self, turns: dict[int, dict[str, Any]]) -> list[tuple[Any, Turn]]:
         """Returns the optimizers that have these turns, and their turns."""
         known = ((optimizer, record.turn) for optimizer, record in self)

@@ -373,6 +373,7 @@ class NormHistories:
         first = min(self._places(), default=0)
         records: list[Any] = [each for each in self._known() if each.place == first]
         if optimizer is not None:
+            self._records.last_flags(optimizer)  # which raises, if it was never checked
             records = [self._records.get(optimizer)]
         norms = _saved(records[0]) if records else self._loaded.get(first, {})
         return norms.get(Sigmas.__name__, [])[norm_layout.RING :]

@@ -34,7 +34,7 @@ from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
 from ampfast.scaler.overrides import Methods, original_methods, step_hooked, torchs_step
 from ampfast.scaler.passes import Passes
-from ampfast.scaler.reports import Reports, described, last_flags, reason_of
+from ampfast.scaler.reports import Reports, described, reason_of
 from ampfast.scaler.skip_log import SkipLog
 
 if TYPE_CHECKING:
@@ -594,7 +594,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             LookupError: If this optimizer was never checked.
         """
-        flags = last_flags(optimizer, self._records) if self._enabled else {}
+        flags = self._records.last_flags(optimizer) if self._enabled else {}
         scale = self._get_scale_async() if self._enabled else None
         device = torch.device("cpu") if scale is None else scale.device
         return scalars.any_found(flags.values(), device)
@@ -626,7 +626,7 @@ class GradScaler(TorchGradScaler):
             LookupError: If this optimizer was never checked.
         """
         refuse_capture("a question that the host asks", "ask after the replay")
-        return reason_of(last_flags(optimizer, self._records)) if self._enabled else None
+        return reason_of(self._records.last_flags(optimizer)) if self._enabled else None
 
     def skip_limit(self, optimizer: torch.optim.Optimizer | None = None) -> float | None:
         """Returns the norm above which the next step is skipped, with one host sync.
@@ -644,8 +644,6 @@ class GradScaler(TorchGradScaler):
         if not self._enabled or not isinstance(rule, Sigmas):
             return None if isinstance(rule, Sigmas) or not self._enabled else rule
         refuse_capture("a limit that the host reads", "ask after the replay")
-        if optimizer is not None:
-            last_flags(optimizer, self._records)
         return sigmas_limit(rule, self._norm_histories.window(optimizer))
 
     def stats(self) -> ScalerStats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from ampfast.backends.scalars import joint_flag
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import Names, OverflowReport, Tracking
-from ampfast.gradients import Flags, Records
+from ampfast.gradients import Flags
 
 if TYPE_CHECKING:
     from ampfast.backends import Choice
@@ -94,25 +94,6 @@ class Reports:
                 f"grad_norms() knows nothing: {why_none}, and then only clip_grad_norm_() measures"
             )
         return report
-
-
-def last_flags(optimizer: object, records: Records) -> Flags:
-    """The flags of an optimizer's last check, by device.
-
-    Raises:
-        LookupError: If it was never checked.
-    """
-    record = records.get(optimizer)
-    turn: Any = None if record is None else record.turn
-    flags: Flags | None = None
-    if turn is not None:
-        flags = turn.get("found_inf_per_device") or turn.last_flags
-    if flags is None:
-        raise LookupError(
-            f"this optimizer ({type(optimizer).__name__}) was never checked: "
-            "call step() or unscale_() first"
-        )
-    return flags
 
 
 def reason_of(flags: Flags) -> str | None:
