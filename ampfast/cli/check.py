@@ -52,6 +52,7 @@ def run() -> int:
         lines += [f"{device.type:5} {line}" for line in _attempt(_times, device, served)]
     wrong = sum("DIFFERS" in line or "FAILS" in line for line in lines)
     lines.append(f"{wrong} lines differ: please open an issue" if wrong else "Nothing differs.")
+    print("ampfast check: in an issue, paste all of the following", file=sys.stderr, flush=True)
     print("\n".join(["```text", *lines, "```"]))
     return int(wrong > 0)
 

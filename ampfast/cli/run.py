@@ -29,6 +29,7 @@ _NO_SCALER = (
 )
 _FOR_SCALERS = "ampfast: without --guard, --skip-above is for gradient scalers, as of float16"
 _NO_STEP = "no step of a torch optimizer was guarded in this process"
+_NO_GUARD = "ampfast: --guard had no effect beside the program's own scaler, which decides"
 
 
 # ampfast's classes, and torch's, from which they derive.
@@ -130,7 +131,9 @@ def run(
 
     def ended(one: Record) -> None:
         nonlocal is_over
-        if one.steps == stop and not is_over:
+        # compare refuses a program with our scaler, without the rest of its training.
+        is_refused = keep_torch and isinstance(one.scaler, ampfast.GradScaler)
+        if (one.steps == stop or is_refused) and not is_over:
             finish()
             is_over = True
         if is_over:
@@ -184,6 +187,9 @@ def _report(watch: Watch, file: str | None, nothing: str, failed: bool) -> None:
         for number, line in enumerate(lines, start=1):
             which = f" scaler {number}:" if len(records) > 1 else ""
             print(f"ampfast:{which} {line}", file=sys.stderr)
+        kinds = [type(one.scaler) for one in records if one.scaler._enabled]
+        if nothing is _NO_STEP and not all(issubclass(kind, StepGuard) for kind in kinds):
+            print(_NO_GUARD, file=sys.stderr)
         for one in records[:_MOST]:
             if getattr(one.scaler, "_track", None) is not None:
                 print(one.scaler._report_or_reason(), file=sys.stderr)

@@ -67,16 +67,23 @@ def _is_static(state_dict: dict[str, Any]) -> bool:
 
 @contextmanager
 def explained(state_dict: dict[str, Any]) -> Iterator[None]:
-    """Adds a note to the error for a dict that is no scaler's checkpoint."""
+    """Adds a note to the error for what is no scaler's checkpoint."""
     try:
         yield
-    except KeyError as error:
-        there = ", ".join(map(str, [*state_dict][:3]))
+    except (KeyError, TypeError) as error:
+        if not isinstance(state_dict, dict):
+            told = f"got {type(state_dict).__name__}"
+        elif isinstance(error, TypeError):
+            raise
+        elif "scale" in state_dict:
+            told = f"this one has no {error}"
+        else:
+            there = ", ".join(map(str, [*state_dict][:3]))
+            told = f"this one begins with {there}: is it of a model, or a whole checkpoint?"
         add_note(
             error,
             "expected what a scaler's state_dict() returns, a dict of scale, growth_factor, "
-            f"backoff_factor, growth_interval and _growth_tracker; this one begins with {there}: "
-            "is it of a model or an optimizer, or a whole checkpoint?",
+            f"backoff_factor, growth_interval and _growth_tracker; {told}",
         )
         raise
 

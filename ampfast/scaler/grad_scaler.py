@@ -751,11 +751,11 @@ class GradScaler(TorchGradScaler):
                 hysteresis becomes static, with a warning where the checkpoint is of one with
                 `dynamic=False`.
         """
-        if not self._enabled or len(state_dict) == 0:
-            super().load_state_dict(state_dict)  # which does nothing, or raises
-            return
-        rules = (self._loss_scale.limits, self._dynamic, self._is_guard, self._growth_interval)
         with explained(state_dict):
+            if not self._enabled or len(state_dict) == 0:
+                super().load_state_dict(state_dict)  # which does nothing, or raises
+                return
+            rules = (self._loss_scale.limits, self._dynamic, self._is_guard, self._growth_interval)
             tolerated, norms = require_loadable(state_dict, *rules)
             super().load_state_dict(state_dict)
         self._norm_histories.load(norms)

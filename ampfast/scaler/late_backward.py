@@ -23,7 +23,8 @@ WARNING = (
 OF_A_CLOSURE = (
     "a backward() within the step() of this {} has written gradients, as of a closure: they were "
     "neither unscaled nor checked, and the parameters may be wrong by the factor of the scale. "
-    "Give each backward() its own unscale_() and update(), and step() no closure"
+    "Give each backward() its own unscale_() and update(), and step() no closure; train L-BFGS, "
+    "which needs one, without a scaler"
 )
 
 

@@ -19,7 +19,10 @@ ZERO_SCALE = (
     "update(new_scale), and look for NaN in the model or its input."
 )
 
-_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
+_ONCE = (
+    "An iteration unscales and steps each optimizer once, in this order, and ends with update(): "
+    "is update() missing, or a call there twice?"
+)
 
 
 def require_ready(turn: dict[str, Any], note: str, optimizer: object) -> None:

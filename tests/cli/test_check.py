@@ -14,7 +14,9 @@ from ampfast.cli import check
 
 def test_nothing_differs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 0
-    block = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err.endswith("ampfast check: in an issue, paste all of the following\n")
+    block = printed.out.splitlines()
     assert (block[0], *block[-2:]) == ("```text", "Nothing differs.", "```")
     starts = [line.split()[:4] for line in block]
     for name in ("cpu", "aten"):

@@ -65,7 +65,8 @@ WRONG = {
     "print('nothing')": "used no gradient scaler: there is nothing to compare",
     ONE.replace('"cpu"', '"cpu", enabled=False'): "has nothing to compare: the gradient scaler is",
     ONE + "import os\nos._exit(0)": "ended without Python's exit, as by os._exit()",
-    "import ampfast, torch\n" + ONE.replace("torch.amp.", "ampfast."): "uses ampfast's scaler",
+    # Said at its first update, not at its end.
+    ONE.replace("torch.amp.", "__import__('ampfast').") + "exit(3)": "uses ampfast's scaler",
     ONE + "print('its output'); 1 / 0": "failed with torch's scaler, with exit code 1; ",
     ONE + "if hasattr(scaler, 'stats'): 1 / 0": "failed with ampfast's scaler, ",
 }

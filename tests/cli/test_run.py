@@ -190,8 +190,10 @@ def test_a_scaler_of_the_programs_decides(python: Call) -> None:
     own = own.replace("from torch.amp", "from ampfast").replace(", init_scale=2.0**127", "")
     guard = own.replace("GradScaler", "StepGuard").replace("scaler.scale", "")
     done = python(f"{own}\nkept = scaler\n{guard}", *guarded)
-    for number, line in zip((1, 2), done.stderr.splitlines(), strict=True):
+    *lines, said = done.stderr.splitlines()
+    for number, line in zip((1, 2), lines, strict=True):
         assert line.startswith(f"ampfast: scaler {number}: 6 steps, 0 skipped"), done.stderr
+    assert said.startswith("ampfast: --guard had no effect")
     assert "no step of a torch optimizer was guarded" in python("print()", *guarded).stderr
 
 

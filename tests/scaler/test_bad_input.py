@@ -32,6 +32,13 @@ def test_a_model_is_no_checkpoint_of_a_scaler(make: Any) -> None:
         make().load_state_dict(torch.nn.Linear(2, 1).state_dict())
     assert told.value.args == ("scale",)
     assert "this one begins with weight, bias: is it of a model" in told.value.__notes__[0]
+    for given, error, note in (
+        ({"scale": 1.0, "growth_interval": 0, "backoff_factor": 1.0}, KeyError, "no 'growth_f"),
+        *((given, TypeError, f"got {type(given).__name__}") for given in (None, 3, [1])),
+    ):
+        with pytest.raises(error) as told:
+            make().load_state_dict(given)
+        assert note in told.value.__notes__[0]
 
 
 def test_a_disabled_scaler() -> None:
@@ -127,8 +134,8 @@ CASES = [
     ),
     case(late, "step", AssertionError, NO_CHECKS, "came after unscale_()"),
     *(
-        case(functools.partial(forgotten, call), call, RuntimeError, TWICE, "update()")
-        for call in ("unscale_", "step")
+        case(functools.partial(forgotten, call), call, RuntimeError, TWICE, "update()", note)
+        for call, note in (("unscale_", "accumulate"), ("step", "or a call there twice"))
     ),
     case(lambda s: of(group(eights()), {"lr": 1.0}), "unscale_ step", KeyError, "params"),
     case(
