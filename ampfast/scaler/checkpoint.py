@@ -66,7 +66,7 @@ def _is_static(state_dict: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def explained(state_dict: dict[str, Any]) -> Iterator[None]:
+def explained(state_dict: object) -> Iterator[None]:
     """Adds a note to the error for what is no scaler's checkpoint."""
     try:
         yield
