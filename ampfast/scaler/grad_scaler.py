@@ -529,8 +529,7 @@ class GradScaler(TorchGradScaler):
         defers, turns = None, []
         for each in optimizers:
             if (turn := states.get(id(each))) is not None and turn["stage"] is not READY:
-                note = "clip_grad_norm_() unscales, too: call it once, in place of unscale_()."
-                out_of_turn.require_ready(turn, note, each)
+                out_of_turn.require_ready(turn, out_of_turn.CLIP_IN_PLACE, each)
         if not in_place:
             defers = []
             for each in optimizers:

@@ -14,6 +14,7 @@ from ampfast.errors import add_note, warn_caller
 from ampfast.gradients import READY, UNSCALED
 from ampfast.optim.fused_support import device_of, explain
 
+CLIP_IN_PLACE = "clip_grad_norm_() unscales, too: call it once, in place of unscale_()."
 ZERO_SCALE = (
     "The scale is 0 and cannot recover: every step will be skipped. Set it with "
     "update(new_scale), and look for NaN in the model or its input."
