@@ -91,7 +91,8 @@ PyObject* update(PyObject* const* args) {
 }
 
 // update_by(kernels, scale, growth_tracker, found_infs, growth_factor, backoff_factor,
-// growth_interval, state, norm) -> None, or an Update that the kernels left
+// growth_interval, state, norm) -> None, or an Update that the kernels left; without kernels, None,
+// an Update that is yet to be done
 PyObject* update_by(PyObject* const* args) {
   static PyObject* const core = py::module_::import("ampfast._C").release().ptr();
   static const py::handle name = PyUnicode_InternFromString("update");
@@ -104,7 +105,8 @@ PyObject* update_by(PyObject* const* args) {
     return nullptr;
   }
   py::object made = py::cast(std::make_shared<UpdateObject>(std::move(given)));
-  const bool is_done = args[0] != core && py::getattr(args[0], name)(made).cast<bool>();
+  const bool asks = args[0] != core && args[0] != Py_None;
+  const bool is_done = asks && py::getattr(args[0], name)(made).cast<bool>();
   return is_done ? nullptr : made.release().ptr();
 }
 

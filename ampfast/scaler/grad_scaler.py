@@ -448,8 +448,9 @@ class GradScaler(TorchGradScaler):
             if self._scale is None or self._growth_tracker is None:
                 self._checked_scale("step", optimizers[-1])
             turns = self._per_optimizer_states
-            others = {key: turn for key, turn in turns.items() if key != id(optimizers[-1])}
-            flags = flags_of(others, self._passes.agree)
+            others = {**turns}
+            others.pop(id(optimizers[-1]), None)
+            flags = flags_of(others, self._passes.agree) if others else []
             factors = self._growth_factor, self._backoff_factor, self._growth_interval
             given = (self._scale, self._growth_tracker, flags, factors, self._kernels)
             ending = self._loss_scale.ending(*given)

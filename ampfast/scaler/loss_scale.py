@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -180,9 +180,14 @@ class LossScale:
         numbers = factors if is_known else _factors(factors)
         if numbers is None:
             return None
-        flags = [scalars.moved(flag, scale.device) for flag in found_infs]
-        given = (scale, growth_tracker, flags, *numbers, self.words_on(scale.device))
-        return kernels.ending(Update(*given, self._joint_norm(scale.device)))
+        if found_infs:
+            found_infs = [scalars.moved(flag, scale.device) for flag in found_infs]
+        words = self.words
+        if words is None or words.device != scale.device:
+            words = self.words_on(scale.device)
+        norm = self._joint_norm(scale.device) if self.norms else None
+        given = (None, scale, growth_tracker, found_infs, *numbers, words, norm)
+        return kernels.ending(cast(Update, update_by(*given)))
 
     def _joint_norm(self, device: torch.device) -> Tensor | None:
         """The joint norm of this iteration, or None if there is none or their orders differ.
