@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands.add_parser(
         "check",
-        help="proof on your machine, in a minute: is everything equal to torch's?",
+        help="proof on your machine: is everything equal to torch's?",
         description="Runs lists of gradients of each dtype through each backend of this machine, "
         "beside torch's ops, and a small training by both scalers; measures both. Prints one block "
         "of text to paste into an issue.",

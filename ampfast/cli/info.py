@@ -15,7 +15,7 @@ from ampfast import backends
 from ampfast.backends import core, cuda
 
 SCHEMA = 1
-_CHECK = "python -m ampfast check compares it with torch on this machine, in a minute."
+_CHECK = "python -m ampfast check compares it with torch on this machine."
 
 
 def run(*, as_json: bool) -> int:
