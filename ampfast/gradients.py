@@ -149,10 +149,6 @@ def new_turn() -> Turn:
     return Turn(stage=READY, found_inf_per_device={})
 
 
-# For optimizers without a turn, to be read only.
-NO_TURN = new_turn()
-
-
 def is_unscaled(turn: dict[str, Any]) -> bool:
     """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
     return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None

@@ -57,7 +57,7 @@ void Turn::begin(const py::object& agreement) const {
   if (!agreement.is_none()) {
     set("agreement", agreement);
   }
-  py::reinterpret_borrow<py::dict>(turn_)[kFlagsName] = flags_;
+  flags(flags_);
   unscaled();
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 // A new object, unless memory was out.
 template <class Object>
-Object made(PyObject* object) {
+Object owned(PyObject* object) {
   if (object == nullptr) {
     throw py::error_already_set();
   }
@@ -121,7 +121,7 @@ PyObject* turn_of(PyObject* const* args) {
   static const py::handle stage = PyUnicode_InternFromString("stage");
   static PyObject* const ready =
       py::object(of_python("ampfast.gradients", "READY")).release().ptr();
-  const auto key = made<py::object>(PyLong_FromVoidPtr(args[2]));
+  const auto key = owned<py::object>(PyLong_FromVoidPtr(args[2]));
   const py::dict records = py::getattr(args[0], known);
   const auto turns = py::reinterpret_borrow<py::dict>(args[1]);
   auto record =
@@ -159,7 +159,7 @@ PyObject* flags_of(PyObject* const* args) {
   const py::handle agree = args[1];
   static const py::handle name = PyUnicode_InternFromString("found_inf_per_device");
   py::list found;
-  const auto turns = made<py::list>(PyDict_Values(args[0]));
+  const auto turns = owned<py::list>(PyDict_Values(args[0]));
   for (const py::handle turn : turns) {
     if (!PyDict_CheckExact(turn.ptr()) && !py::getattr(turn, agreement, py::none()).is_none()) {
       agree(turn);
@@ -176,7 +176,7 @@ PyObject* flags_of(PyObject* const* args) {
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
 // one given for one of the names
 PyObject* overrides(PyObject* const* args) {
-  const auto own = made<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  const auto own = owned<py::object>(PyObject_GenericGetDict(args[0], nullptr));
   PyObject *name = nullptr, *original = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(args[1], &place, &name, &original) != 0;) {
     if (_PyType_Lookup(Py_TYPE(args[0]), name) != original ||

@@ -269,6 +269,7 @@ class History:
 
     def check(self) -> None:
         """Warns of a restart or of many clips; on a GPU from a copy that has arrived."""
+        # Without CUDA, no further frame of Python.
         if torch.cuda.is_initialized() and is_capturing():
             self.is_captured = True
             return

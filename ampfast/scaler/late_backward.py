@@ -74,9 +74,10 @@ def warn(scaler: Any, optimizer: object, turn: Turn, text: str) -> None:
     """Warns once of a backward that came late, where the step still takes the gradients."""
     # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
     # unscales again.
-    claim = claim_of(optimizer)
-    steps = turn["found_inf_per_device"] or divides_by_itself(optimizer, turn.record, claim)
-    if steps and turn["stage"] is not READY and not scaler._warned_of_backward:
+    if turn["stage"] is READY or scaler._warned_of_backward:
+        return
+    flags = turn["found_inf_per_device"]
+    if flags or divides_by_itself(optimizer, turn.record, claim_of(optimizer)):
         scaler._warned_of_backward = True
         warn_caller(text.format(type(optimizer).__name__))
 

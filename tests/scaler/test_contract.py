@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import pickle
 import types
 from collections import UserDict
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from support.comparison import Scaler, TorchScaler, agree, outcome, started
 from support.gradients import parameter_with, sgd_with, six
 from support.steps import side
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import OptState
 
 from ampfast import GradScaler
 
@@ -112,6 +114,32 @@ def without_state(case: tuple[str, str], kind: Scaler) -> Any:
     setattr(scaler, name, None)
     arguments = () if call == "update" else (sgd_with(torch.ones(2)),)
     return outcome(lambda: getattr(scaler, call)(*arguments)).comparable()
+
+
+@scenario
+def an_error_of_the_check_leaves_no_turn(kind: Scaler) -> Any:
+    scaler, param = started(kind), torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)._neg_view()
+    found = outcome(lambda: scaler._check_inf_per_device(torch.optim.SGD([param], lr=1.0)))
+    return [type(found.error), len(scaler._per_optimizer_states)]
+
+
+@pytest.mark.parametrize("track", [None, "overflow", "norms"])
+def test_a_scaler_is_pickled_that_was_disabled_within_an_iteration(track: str | None) -> None:
+    scaler, optimizer = started(track=track), sgd_with(torch.ones(2))
+    scaler.unscale_(optimizer)
+    scaler._enabled = False
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert next(iter(copied._per_optimizer_states.values()))["stage"] is OptState.UNSCALED
+
+
+def test_a_norm_coalesces_sparse_gradients() -> None:
+    for track, is_coalesced in ((None, False), ("norms", True)):
+        optimizer = sgd_with(torch.sparse_coo_tensor([[0, 0]], [8.0, 16.0], (2,)))
+        started(track=track).unscale_(optimizer)
+        (grad,) = (param.grad for param in optimizer.param_groups[0]["params"])
+        assert grad.is_coalesced() is is_coalesced
+        assert grad.to_dense().tolist() == [3.0, 0.0]
 
 
 @scenario
