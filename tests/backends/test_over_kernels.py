@@ -34,7 +34,7 @@ OVER_COMPILED = (
 # The oldest architecture converts bfloat16 in software, and Triton's code for the newest multiplies
 # pairs: all values run there, too.
 ALL = "backends/device_kernels"
-VALUES = "backends/device_kernels/test_device_lists.py"
+VALUES = "backends/device_kernels/test_lists.py"
 FINISH = "backends/device_kernels/test_device_finish.py"
 STATE = ("test_random_updates", "test_replays_are_torchs_eager_steps")
 # Sizes and addresses of lists, and the last program with its update: what `make test` runs.

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.kernels import CHUNK, check_parity, flag, mixed_list
+from support.kernels import CHUNK, check_parity, flag, mixed
 from support.processes import python, threads
 
 from ampfast import functional
@@ -29,7 +29,7 @@ def overlapping(size: int) -> list[torch.Tensor]:
 
 
 LISTS = {
-    "mixed": mixed_list,
+    "mixed": partial(mixed, lambda _: CHUNK),
     **{f"twice {size}": partial(twice, size) for size in (3, CHUNK + 1, 8 * CHUNK + 5)},
     **{f"overlapping {size}": partial(overlapping, size) for size in (100, 6 * CHUNK)},
 }

@@ -14,8 +14,8 @@ TREE = ROOT / "build" / "hostile" / "sanitized"
 COPIED = ("ampfast", "csrc", "tests", "examples", "setup.py", "pyproject.toml", "README.md")
 # Tests of the extension: on CPU tensors, and of the host side of device kernels.
 TESTS = (
-    *("backends/test_choice", "backends/test_cpu", "backends/test_device_costs"),
-    *("backends/test_device_hosts", "backends/test_threads"),
+    *("backends/test_choice", "backends/test_cpu", "backends/device_kernels/test_lists"),
+    *("backends/test_device_costs", "backends/test_device_hosts", "backends/test_threads"),
     *("clip/test_global_norm", "clip/test_norm_history"),
     *("diagnose/test_overflow_report", "test_gradients"),
     *("optim/test_master_weights", "scaler/test_bad_input"),

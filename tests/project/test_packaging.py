@@ -99,8 +99,9 @@ def test_a_core_that_clang_built_passes_tests(sources, tmp_path):
     subprocess.run([sys.executable, *build], cwd=tree, env=environ, check=True)
     told = subprocess.run([sys.executable, "-m", "ampfast", "info"], cwd=tree, capture_output=True)
     assert b"lang" in re.search(rb"compiler +(.+)", told.stdout)[1]
-    tests = ["tests/scaler", "tests/clip", "tests/backends/test_cpu.py"]
-    pytest_command = ["-m", "pytest", "-q", "-m", "not slow and not sweep", *tests]
+    tests = ("scaler", "clip", "backends/test_cpu.py", "backends/device_kernels")
+    pytest_command = ["-m", "pytest", "-q", "-m", "not slow and not sweep"]
+    pytest_command += [f"tests/{name}" for name in tests]
     subprocess.run([sys.executable, *pytest_command], cwd=tree, check=True)
 
 

@@ -91,6 +91,11 @@ def _pass(
 
 
 CHUNK = _C.CHUNK
+# More than a window's alignment on both sides of a tensor.
+GUARD = 32
+VECTOR_BYTES = 16
+
+Make = Callable[[], list[torch.Tensor]]
 
 
 def flag(value: float = 0.0, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -132,7 +137,7 @@ def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(low, high, (count,), dtype=BITS[dtype], generator=generator).view(dtype)
 
 
-def check_parity(make: Callable[[], list[torch.Tensor]], inverse: float) -> None:
+def check_parity(make: Make, inverse: float) -> None:
     """Unscales and checks copies of the gradients here and in torch and compares all memory."""
     ours, theirs = make(), make()
     raw = non_finite(ours)
@@ -164,13 +169,53 @@ def last_finite(dtype: torch.dtype, inverse: float) -> int:
     return low
 
 
-def mixed_list() -> list[torch.Tensor]:
-    """Tensors of every dtype, some split over threads, some sharing a thread."""
-    sizes = (5, 3 * CHUNK + 1, 0, CHUNK, 17, 2 * CHUNK - 3, 1)
+def offsets(dtype: torch.dtype) -> range:
+    """Offsets in elements between two 16-byte boundaries."""
+    return range(VECTOR_BYTES // dtype.itemsize)
+
+
+def guarded(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Copies values between guard bands, whose infinities and pattern show reads and writes.
+
+    The copy begins `offset` elements past a 16-byte boundary.
+    """
+    memory = torch.full((GUARD + offset + values.numel() + GUARD,), 7.5, dtype=values.dtype)
+    memory[::2] = torch.inf
+    assert memory.data_ptr() % VECTOR_BYTES == 0
+    copy = memory[GUARD + offset : GUARD + offset + values.numel()]
+    copy.copy_(values)
+    if values.numel():
+        assert copy.data_ptr() % VECTOR_BYTES == offset * values.itemsize % VECTOR_BYTES
+    return copy
+
+
+def normal(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mixed(share: Callable[[torch.dtype], int] = window) -> list[torch.Tensor]:
+    """All dtypes, at several offsets, with sizes from zero to several windows, or other shares."""
     return [
-        torch.randn(n + 3, generator=torch.Generator().manual_seed(i)).to(dtype)[3:]
-        for i, (n, dtype) in enumerate((n, dtype) for n in sizes for dtype in FLOATS)
+        guarded(normal(count, dtype, seed), seed % len(offsets(dtype)))
+        for seed, (count, dtype) in enumerate(
+            (count, dtype)
+            for dtype in FLOATS
+            for count in (5, 0, 2 * share(dtype) + 3, 1, share(dtype))
+        )
     ]
+
+
+def torch_unscaled(make: Make, inverse: float) -> tuple[list[torch.Tensor], float]:
+    """Gradients unscaled by torch's op, and whether a written value is not finite."""
+    torch_unscale_(grads := make(), inverse)
+    return grads, non_finite(grads)
+
+
+def assert_same_memory(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    """Compares the tensors and the guard bands around them."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(storage(a), storage(b), f"memory of gradient {i}, {a.dtype}")
 
 
 def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poisons outputs before a launch, and checks scratch, table and factors after it."""
-    from device_parity import launch
+    from launched import launch
 
     plain = launch.multi_tensor
 
@@ -57,7 +57,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def limit_programs() -> Iterator[Callable[[int], None]]:
     """Sets the number of programs in the test."""
-    from device_parity import launch
+    from launched import launch
 
     yield launch.limit_programs
     launch.limit_programs(0)

@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from device_parity import BACKEND, KERNELS, guarded, mixed, normal
+from launched import BACKEND, KERNELS
 from support.comparison import FLOATS, assert_same, started
 from support.gradients import sgd_with
-from support.kernels import CPU_KERNELS, flag, grads_of, run_clip, run_clipped, storage, window
+from support.kernels import (
+    CPU_KERNELS,
+    flag,
+    grads_of,
+    guarded,
+    mixed,
+    normal,
+    run_clip,
+    run_clipped,
+    storage,
+    window,
+)
 from support.models import SPIKE, Rule, assert_clipped, exact_norm, grads_in, random_norms
 
 from ampfast import Sigmas

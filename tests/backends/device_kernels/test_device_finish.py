@@ -8,25 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from device_parity import (
-    KERNELS,
-    assert_same_memory,
-    guarded,
-    mixed,
-    normal,
-    offsets,
-    torch_unscaled,
-)
+from launched import KERNELS
 from support.comparison import FLOATS, assert_same
 from support.kernels import (
+    assert_same_memory,
     exact_bits,
     flag,
     grads_of,
+    guarded,
     inverse_of,
+    mixed,
+    normal,
+    offsets,
     reference_norms,
     run_check,
     run_sums,
     run_unscale,
+    torch_unscaled,
     window,
 )
 

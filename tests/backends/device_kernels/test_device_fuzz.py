@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 import torch
 from batches import KINDS, random_batch, run_batch
-from device_parity import BACKEND, CPU, KERNELS, guarded, launch, normal, offsets
+from launched import BACKEND, CPU, KERNELS, launch
 from support.captures import Capturing, assert_replays_are_eager
 from support.comparison import FLOATS, TorchScaler, assert_same
-from support.kernels import flag, grads_of, run_check, run_unscale, wide, window
+from support.kernels import (
+    flag,
+    grads_of,
+    guarded,
+    normal,
+    offsets,
+    run_check,
+    run_unscale,
+    wide,
+    window,
+)
 from support.launchers import ON_HOST
 from support.models import LIMITS, check_limits, check_passes, check_random_lists, check_times
 

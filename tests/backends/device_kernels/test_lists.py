@@ -1,57 +1,111 @@
-"""Kernels against torch's op: sizes, addresses, layouts and values."""
+"""Kernels against torch's op: sizes, addresses and values; those of the CPU without others."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
-from device_parity import (
-    KERNELS,
-    assert_same_memory,
-    check_reads,
-    check_unscales,
-    every_16_bit_value,
-    guarded,
-    mixed,
-    normal,
-    offsets,
-    torch_unscaled,
-)
 from support.comparison import BITS, FLOATS, assert_same
 from support.kernels import (
+    CHUNK,
+    CPU_KERNELS,
+    Make,
+    assert_same_memory,
+    exact_bits,
     flag,
     grads_of,
+    guarded,
+    inverse_of,
     last_finite,
+    mixed,
+    non_finite,
+    normal,
+    offsets,
     random_bits,
     run_check,
     run_unscale,
+    torch_unscaled,
     wide,
     window,
 )
 
-pytestmark = pytest.mark.usefixtures("watched")
+try:
+    from launched import KERNELS
+except pytest.skip.Exception:
+    KERNELS = CPU_KERNELS
+IS_CPU = KERNELS is CPU_KERNELS
+
+pytestmark = pytest.mark.usefixtures("capability" if IS_CPU else "watched")
 
 FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 0.0, math.inf, math.nan, 1.0)
 # The reciprocals of the last four are infinite, zero, subnormal and inexact.
 SCALES = (3.0, 2.0**16, 1e-3, 2.0**-128, 0.0, math.inf, math.nan, 3e38, 65537.0)
+# Fewer of what is emulated or interpreted.
+SMALL = range(71) if IS_CPU else range(1, 10)
+EDGES = (1, 8, 17, 33, 70) if IS_CPU else (3,)
 
 
+def share(dtype: torch.dtype) -> int:
+    """Elements of a chunk of a thread of the CPU, or of a window of a device."""
+    return CHUNK if IS_CPU else window(dtype)
+
+
+def places(dtype: torch.dtype) -> range:
+    """Offsets in elements; vectors of the CPU have up to 64 bytes."""
+    return range(16) if IS_CPU else offsets(dtype)
+
+
+def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def quotients(grads: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
+    """Quotients as fused optimizers divide: 16-bit gradients in float32."""
+    wide = [g if g.dtype == torch.float64 else g.float() for g in grads]
+    return [g / flag(divisor).to(g.dtype) for g in wide]
+
+
+def check_reads(make: Make, divisors: Sequence[float] = ()) -> None:
+    """Checks gradients and their quotients by each divisor; nothing may be written."""
+    grads = make()
+    before = [exact_bits(g) for g in grads]
+    table = grads_of(grads)
+    assert run_check(KERNELS, table).item() == non_finite(grads)
+    for divisor in divisors:
+        found = run_check(KERNELS, table, flag(divisor)).item()
+        assert found == non_finite(quotients(grads, divisor)), divisor
+    for gradient, bits in zip(grads, before, strict=True):
+        assert torch.equal(exact_bits(gradient), bits), "a check wrote"
+
+
+def check_unscales(make: Make, factor: float, *, is_scale: bool = False) -> None:
+    """Unscales copies of the same gradients here and in torch and compares all memory."""
+    theirs, expected = torch_unscaled(make, inverse_of(factor) if is_scale else factor)
+    ours = make()
+    found = run_unscale(KERNELS, grads_of(ours), flag(factor), is_scale=is_scale)
+    assert found.shape == () and found.dtype == torch.float32
+    assert_same_memory(ours, theirs)
+    assert found.item() == expected
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 1.0] if IS_CPU else [1 / 3])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_small_sizes_at_every_offset(dtype: torch.dtype) -> None:
+def test_small_sizes_at_every_offset(dtype: torch.dtype, factor: float) -> None:
     def make() -> list[torch.Tensor]:
-        return [guarded(normal(n, dtype, n), o) for n in range(1, 10) for o in offsets(dtype)]
+        return [guarded(normal(n, dtype, n), o) for n in SMALL for o in places(dtype)]
 
-    check_unscales(make, 1 / 3)
+    check_unscales(make, factor)
     check_reads(make, [3.0])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("beyond", ["-1", "0", "+1", "2x+3"])
-def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype, beyond: str) -> None:
-    one = window(dtype)
+def test_sizes_around_a_share_at_every_offset(dtype: torch.dtype, beyond: str) -> None:
+    one = share(dtype)
     size = {"-1": one - 1, "0": one, "+1": one + 1, "2x+3": 2 * one + 3}[beyond]
 
     def make() -> list[torch.Tensor]:
@@ -67,10 +121,11 @@ def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype, beyond: str
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bad_value_at_the_edges(dtype: torch.dtype) -> None:
-    one, bads = window(dtype), itertools.cycle((-math.inf, math.nan))
-    for size, offset in ((3, 1), (one + 2, 1), (2 * one + 3, 0)):
-        places = {0, 1, size // 2, size - 2, size - 1, one - 1 - offset, one - offset}
-        for place in sorted(p for p in places if 0 <= p < size):
+    """And everywhere in short tensors."""
+    one, bads = share(dtype), itertools.cycle((-math.inf, math.nan, math.inf))
+    for size, offset in (*((size, 1) for size in EDGES), (one + 2, 1), (2 * one + 3, 0)):
+        edges = {0, 1, size // 2, size - 2, size - 1, one - 1 - offset, one - offset}
+        for place in range(size) if size < 99 else sorted(edges):
             gradient = guarded(normal(size, dtype), offset)
             gradient[place] = next(bads)
 
@@ -122,16 +177,15 @@ def test_values(dtype: torch.dtype, factor: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("inverse", [1.5, 3.0, 2.0**10, 2.0**100])
+@pytest.mark.parametrize("inverse", [1.0000001, 1.5, 1000.1, 2.0**40, 2.0**127])
 def test_overflow_to_the_last_bit(dtype: torch.dtype, inverse: float) -> None:
     last = last_finite(dtype, inverse)
     for bits, expected in ((last, 0.0), (last + 1, 1.0)):
         value = torch.tensor([bits], dtype=BITS[dtype]).view(dtype)
-        for signed in (value, -value):
-
-            def make(signed: torch.Tensor = signed) -> list[torch.Tensor]:
-                return [guarded(torch.cat([torch.zeros(3, dtype=dtype), signed]), 1)]
-
+        for signed, place in itertools.product((value.item(), -value.item()), (0, 39, 43)):
+            values = torch.zeros(44, dtype=dtype)
+            values[place] = signed
+            make = partial(lambda values: [guarded(values, 1)], values)
             assert torch_unscaled(make, inverse)[1] == expected
             check_unscales(make, inverse)
             # Quotients of 16 bits are not rounded to them.
