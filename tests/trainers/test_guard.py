@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from runs import batches, loader, optimizer_for
+from runs import STEPS, batches, loader, optimizer_for
 from support.comparison import TorchScaler, assert_same
 from support.steps import small_model
+from test_lightning import Classifier, plugins, precision_with, trainer
+from test_transformers import Model, trainer_with
 from torch import Tensor, nn
 
 import ampfast
 
-L = pytest.importorskip("lightning", reason="needs lightning")
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
-plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
 loggers = pytest.importorskip("lightning.pytorch.loggers.logger", reason="needs lightning")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-STEPS, HALF = 16, 8
+HALF = STEPS // 2
 BAD = {6: 500.0, 11: math.nan, 13: 500.0}
 LIMIT = ampfast.Sigmas(6, window=4)
 SCALE = {"init_scale": 4.0}
@@ -41,35 +41,21 @@ class Recorder:
         self.rows: list[dict[str, float]] = []
         self.scaler: Any = None
 
-    def loss(self, data: Tensor, target: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(self.model(data.to(self.dtype)).float(), target)
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         self.steps += 1
+        loss = nn.functional.cross_entropy(output.float(), target)
         return loss * self.bad.get(self.steps - 1, 1.0)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model[0].weight.dtype
-
-    def optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self) -> torch.optim.Optimizer:
         return optimizer_for(self.model, self.optimizer_name)
 
     def end(self) -> None:
         self.weights.append([param.detach().clone() for param in self.model.parameters()])
 
 
-class Module(L.LightningModule):
-    def __init__(self, run: Recorder) -> None:
-        super().__init__()
-        self.run, self.net = run, run.model
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self.run.loss(*batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.run.optimizer()
-
+class Module(Classifier):
     def on_train_batch_end(self, *_: Any) -> None:
-        self.run.end()
+        self.part.end()
 
 
 class Rows(loggers.DummyLogger):
@@ -91,24 +77,20 @@ def by_lightning(
     end: int,
     every: int = 1,
 ) -> None:
-    given: Any = {"precision": precision, "log_every_n_steps": every}
+    given: Any = {"precision": precision}
     if precision == "16-mixed":
-        del given["precision"]
-        given["plugins"] = [plugins.MixedPrecision(precision, "cpu", TorchScaler("cpu", **SCALE))]
-    trainer = L.Trainer(
+        given = {"plugins": [precision_with(plugins, TorchScaler("cpu", **SCALE))]}
+    fitted = trainer(
         max_epochs=1 + (begin > 0),
         logger=Rows(run),
+        log_every_n_steps=every,
         gradient_clip_val=clip,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
         **given,
     )
-    run.scaler = guard(trainer)
+    run.scaler = guard(fitted)
     data = loader(list(batches())[begin:end])
-    trainer.fit(Module(run), data, ckpt_path=folder / "half.ckpt" if begin else None)
-    trainer.save_checkpoint(folder / "half.ckpt")
+    fitted.fit(Module(run), data, ckpt_path=folder / "half.ckpt" if begin else None)
+    fitted.save_checkpoint(folder / "half.ckpt")
 
 
 def by_accelerate(
@@ -119,7 +101,7 @@ def by_accelerate(
         accelerator.native_amp, accelerator.scaler = True, TorchScaler("cpu", **SCALE)
     if precision != "bf16":  # before prepare
         run.scaler = guard(accelerator)
-    model, optimizer = accelerator.prepare(run.model, run.optimizer())
+    model, optimizer = accelerator.prepare(run.model, run.make_optimizer())
     run.scaler = run.scaler or guard(accelerator)
     keep = lambda row, **_: run.rows.append(row)  # noqa: E731
     accelerator.trackers = [SimpleNamespace(name="rows", log=keep)]
@@ -127,22 +109,13 @@ def by_accelerate(
         accelerator.load_state(str(folder))
     for data, target in list(batches())[begin:end]:
         optimizer.zero_grad()
-        accelerator.backward(run.loss(data, target))
+        accelerator.backward(run.loss(model(data), target))
         if clip:
             accelerator.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         accelerator.log({"loss": 1.0})
         run.end()
     accelerator.save_state(str(folder))
-
-
-class Wrapped(nn.Module):
-    def __init__(self, run: Recorder) -> None:
-        super().__init__()
-        self.run, self.net = run, run.model
-
-    def forward(self, data: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.run.loss(data, labels)}
 
 
 def by_transformers(
@@ -155,40 +128,29 @@ def by_transformers(
     end: int,
     every: int = 1,
 ) -> None:
-    rows = [
-        {"data": row, "labels": label}
-        for data, target in list(batches())[begin:end]
-        for row, label in zip(data, target, strict=True)
-    ]
-    settings = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
+    fitted = trainer_with(
+        TorchScaler("cpu", **SCALE) if precision == "fp16" else None,
+        folder,
+        Model(lambda _, output, labels: run.loss(output, labels), run.model),
+        given=list(batches())[begin:end],
+        optimizer=run.make_optimizer(),
         num_train_epochs=1 + (begin > 0),
-        per_device_train_batch_size=5,
-        train_sampling_strategy="sequential",
         lr_scheduler_type="constant",
         logging_steps=every,
-        report_to="none",
-        disable_tqdm=True,
         max_grad_norm=clip,
+        save_strategy="steps",
         save_steps=HALF,
         **{name: name == precision for name in ("bf16", "fp16")},
     )
-    trainer = transformers.Trainer(
-        Wrapped(run), settings, train_dataset=rows, optimizers=(run.optimizer(), None)
-    )
-    if precision == "fp16":
-        trainer.accelerator.native_amp = True
-        trainer.accelerator.scaler = TorchScaler("cpu", **SCALE)
 
     class After(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             run.end()
 
-    trainer.add_callback(After())
-    run.scaler = guard(trainer)
-    trainer.train(resume_from_checkpoint=begin > 0)
-    run.rows += trainer.state.log_history[-2 * (end - begin) - 1 :]
+    fitted.add_callback(After())
+    run.scaler = guard(fitted)
+    fitted.train(resume_from_checkpoint=begin > 0)
+    run.rows += fitted.state.log_history[-2 * (end - begin) - 1 :]
 
 
 WAYS = [

@@ -40,11 +40,10 @@ def precision_with(kinds: Any, scaler: TorchScaler | None) -> Any:
     return kinds.MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
-def trainer(scaler: TorchScaler | None, **more: Any) -> Any:
+def trainer(**more: Any) -> Any:
     given = {"max_epochs": 1, "logger": False, **more}
     return L.Trainer(
         accelerator="cpu",
-        plugins=[precision_with(plugins, scaler)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -53,9 +52,9 @@ def trainer(scaler: TorchScaler | None, **more: Any) -> Any:
 
 
 class Classifier(L.LightningModule):
-    """The model of a part."""
+    """The model of a part of a run."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Any) -> None:
         super().__init__()
         self.part, self.net = part, part.model
 
@@ -70,8 +69,9 @@ class Classifier(L.LightningModule):
 def train(part: Part) -> None:
     if not part.case.scaled:
         part.model.float()  # which it converts
+    scaler = part.make_scaler() if part.case.scaled else None
     fitted = trainer(
-        part.make_scaler() if part.case.scaled else None,
+        plugins=[precision_with(plugins, scaler)],
         max_epochs=1 + part.resumes,
         gradient_clip_val=part.case.clip,
     )
@@ -145,7 +145,7 @@ class ScheduledByTheScaler(Scheduled):
 def test_schedules_with_overflows(given: bool) -> None:
     def rates(kind: type[Scheduled], optimizer: str, scaler: TorchScaler) -> list[float]:
         model = kind(optimizer)
-        trainer(scaler).fit(model, loader(batches()))
+        trainer(plugins=[precision_with(plugins, scaler)]).fit(model, loader(batches()))
         assert len(model.rates) == STEPS
         return model.rates
 

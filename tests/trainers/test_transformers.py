@@ -52,6 +52,7 @@ def trainer_with(
     model: nn.Module,
     kind: type[Any] = transformers.Trainer,
     given: list[tuple[Tensor, Tensor]] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **arguments: Any,
 ) -> Any:
     every = list(batches()) if given is None else given
@@ -60,19 +61,18 @@ def trainer_with(
         for data, labels in every
         for row, label in zip(data, labels, strict=True)
     ]
-    chosen = {"fp16": True, "save_strategy": "no", "num_train_epochs": 1, **arguments}
+    chosen = {"fp16": True, "save_strategy": "no", "num_train_epochs": 1, "logging_steps": 1}
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
         learning_rate=0.02,
         per_device_train_batch_size=len(rows) // len(every),
         train_sampling_strategy="sequential",
-        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
-        **chosen,
+        **(chosen | arguments),
     )
-    trainer = kind(model, settings, train_dataset=rows)
+    trainer = kind(model, settings, train_dataset=rows, optimizers=(optimizer, None))
     if scaler is not None:
         trainer.accelerator.native_amp = True
         trainer.accelerator.scaler = scaler
