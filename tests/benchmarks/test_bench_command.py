@@ -91,20 +91,6 @@ def test_no_job_is_started_when_the_time_is_up(runs, monkeypatch, tmp_path):
     assert (results.notes, results.seconds) == (["a note", told], 120.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--only", "host,gpu"], "gpu: not among loops, host, aten, clip, training, "),
-        (["--folder", __file__], "File exists"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, arguments, told):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
-
-
 def test_the_whole_command_measures_and_reports(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "QUICK", BRIEF)
     monkeypatch.setattr(kernels, "CPU_QUICK_CASES", ("1000x1k",))

@@ -48,21 +48,6 @@ def test_launches_are_timed_beside_torch_where_it_has_the_dtype(monkeypatch, tak
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "told"),
-    [
-        ("unscale_", lambda *given: None, "unscale by"),
-        ("check_", lambda grads, found: TORCH_OP(grads, found, torch.tensor(0.5)), "check by"),
-        ("update_scale_", lambda *given: None, r"scale and tracker of unscale\+update by"),
-    ],
-)
-def test_a_wrong_function_is_not_timed(monkeypatch, name, wrong, told):
-    monkeypatch.setattr(providers.functional, name, wrong)
-    monkeypatch.setattr(timing, "interleave", lambda *arguments: pytest.fail("was timed"))
-    with pytest.raises(AssertionError, match=f"FAILED cpu, small float32: {told} cpu, small"):
-        kernels.measure(SMALL, torch.float32, ON_CPU)
-
-
-@pytest.mark.parametrize(
     ("wrong", "told"),
     [
         ("value", "unscale by cpu, small float32, all finite, tensor 0: "),

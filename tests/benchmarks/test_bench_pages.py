@@ -61,24 +61,6 @@ def test_a_file_is_read_as_it_was_written_and_fields_of_earlier_ones_are_not_rea
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"\xff\xfe\x00", "is no result of"),
-        (b"[]", "is no result of"),
-        (b'{"format":2,"rows":[]}', "its format is 2, not 3"),
-        (b'{"format":3,"rows":[]}', "missing 6 required"),
-        (b'{"format":3,"rows":[{"ms":[1]}]}', "is no result of"),
-    ],
-)
-def test_a_bad_file_is_one_line_of_error(tmp_path, capsys, content, told):
-    (tmp_path / "bad").write_bytes(content)
-    for files in (["compare", "bad", "none"], ["report", "bad"], ["readme", "bad"]):
-        assert command.main([files[0], *(str(tmp_path / name) for name in files[1:])]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert str(tmp_path / "bad") in line and told in line
-
-
 def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_path, monkeypatch):
     (tmp_path / "docs" / "contributing").mkdir(parents=True)
     for page in pages.PAGES:

@@ -18,7 +18,6 @@ from support.kernels import flag, grads_of, inverse_of, run_check, run_sums, run
 from support.models import marked, track_for
 
 from ampfast import _C
-from ampfast.backends.core import Update
 
 LISTS = 10_000
 LISTS_PER_BATCH = 100
@@ -105,32 +104,6 @@ def test_marks_and_scales_are_those_of_the_models(backend: str, device: torch.de
     models.check_times(kernels, device)
     for limits in models.LIMITS:
         models.check_limits(kernels, device, limits)
-
-
-@pytest.mark.parametrize("backoff", [0.5, 0.3])
-@pytest.mark.parametrize("growth", [2.0, 1.1])
-def test_the_scale_is_updated_as_torch_does(
-    backend: str, device: torch.device, growth: float, backoff: float
-) -> None:
-    """By a kernel of its own with up to nine flags, and behind a check that finds nothing."""
-    kernels = kernels_of(backend, device)
-    grads = [torch.ones(5, device=device)]
-    starts = (3.0, 65536.0, 3e38, 1e-38, 2.0**-128, 0.0, math.inf, math.nan)
-    for interval, start in itertools.product((0, 1, 2, 7), starts):
-        states = [
-            (flag(start, device), torch.zeros((), dtype=torch.int32, device=device))
-            for _ in range(3)
-        ]
-        factors = (growth, backoff, interval)
-        for step in range(9):
-            flags = [flag(float(step in (3, 7) and i == step), device) for i in range(step + 1)]
-            torch._amp_update_scale_(*states[0], flags[-1], *factors)
-            kernels.update(Update(*states[1], flags, *factors))
-            ending = kernels.ending(Update(*states[2], flags[-1:], *factors))
-            run_check(kernels, grads_of(grads), ending=ending)
-            assert ending.applied
-            for state in states[1:]:
-                assert_same(state, states[0], f"interval {interval}, start {start}, {step}")
 
 
 def test_more_elements_than_32_bits_count(backend: str, device: torch.device) -> None:

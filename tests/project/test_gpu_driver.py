@@ -15,8 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from support.kernels import CPU_KERNELS
 from support.processes import ROOT, is_alive, python
 
 from benchmarks import providers
@@ -172,28 +170,3 @@ def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 2  # make's own exit code for any failure
     assert "needs a GPU" in done.stderr and "building" not in done.stdout
     assert not out.exists()
-
-
-@pytest.mark.parametrize("fault", ["", "value", "flag", "found_inf", "error"])
-def test_the_smoke_test_tells_wrong_kernels(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
-) -> None:
-    import smoke
-
-    class Kernels:
-        def run(self, grads: Any, work: Any) -> torch.Tensor:
-            if fault == "error":
-                raise RuntimeError("an illegal access")
-            if fault == "value" and work.write:
-                work = work.replaced(factor=work.factor * (1 + 1e-6))
-            found = CPU_KERNELS.run(grads, work)
-            if fault == "flag" and not work.write:
-                return 1 - found
-            return torch.zeros(()) if fault == "found_inf" and work.write else found
-
-    monkeypatch.setattr(smoke, "gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(smoke, "kernels_of", lambda *arguments: Kernels())
-    monkeypatch.setattr(smoke, "unavailable_reason", lambda name: "")
-    assert smoke.main("cuda", 0.001) == bool(fault)
-    said = capsys.readouterr().out
-    assert said.startswith("WRONG cuda" if fault else "cuda: 120 lists"), said
