@@ -115,12 +115,6 @@ def test_norms(capability: str, dtype: torch.dtype, inverse: float) -> None:
         # A written value, hence exact.
         assert maximum == want_maximum
         assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
-    for place, bad in itertools.product((0, 35, CHUNK), (math.inf, -math.inf, math.nan)):
-        grad = torch.ones(CHUNK + 9, dtype=dtype)
-        grad[place] = bad
-        for grads in ([torch.ones(3), grad], [grad, torch.ones(3)]):
-            both = norms(grads, inverse)
-            assert all(math.isnan(v) if math.isnan(bad) else v == math.inf for v in both)
 
 
 def magnitudes(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from support.kernels import (
     offsets,
     random_bits,
     run_check,
+    run_sums,
     run_unscale,
     torch_unscaled,
     wide,
@@ -217,6 +218,19 @@ def test_coefficient_multiplies_unscaled_values(dtype: torch.dtype, coefficient:
         grads = grads_of([torch.tensor([1.0, bad], dtype=dtype)])
         found = run_unscale(KERNELS, grads, flag(1.0), is_scale=False, coefficient=wide(factor))
         assert found.item() == (bad != 2.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_norms_of_bad_values(dtype: torch.dtype, bad: float) -> None:
+    for place in (0, 700, -1):
+        gradient = normal(share(dtype) + 9, dtype)
+        gradient[place] = bad
+        for grads in ([gradient], [torch.ones(3), gradient], [gradient, torch.ones(3)]):
+            sums = torch.empty(2, dtype=torch.float64)
+            table = grads_of(grads)
+            assert run_sums(KERNELS, table, flag(0.5), is_scale=False, sums=sums).item() == 1.0
+            assert_same(sums, torch.full((2,), abs(bad), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("tensors", [224, 225])
