@@ -111,12 +111,17 @@ def drop_unheld(values: dict[Tensor, Any], /) -> None: ...
 class Reads:
     def __init__(self, words: Callable[[], Tensor | None], earlier: Reads | None) -> None: ...
     def values_of(self, structure: Any) -> list[int]: ...
-    def forget(self) -> None: ...
+    def forget(self, returned: list[int]) -> None: ...
+    def so_far(
+        self,
+    ) -> tuple[
+        list[tuple[tuple[int, int] | None, torch.dtype]],
+        list[tuple[int, tuple[int, int]]],
+        list[Tensor],
+        Tensor | None,
+    ]: ...
     is_off: bool
-    tables: list[Tensor]
-    values: list[tuple[tuple[int, int] | None, torch.dtype]]
-    gradients: list[tuple[int, tuple[int, int]]]
-    updates: Tensor | None
+    has_gradients: bool
 
 class Pass:
     """One pass over gradients of one device; all tensors are on it.

@@ -54,29 +54,43 @@ class Reads : public std::enable_shared_from_this<Reads> {
     }
   }
 
-  // Adds the numbers of the values of a structure's tensors.
-  void collect(const py::object& value, std::vector<int64_t>& numbers, int depth = kDepth) {
+  // Numbers of a structure's tensors, and what was looked into, since structures may share parts.
+  struct Collected {
+    std::vector<int64_t> numbers{};
+    std::unordered_map<PyObject*, py::object> seen{};
+  };
+
+  void collect(const py::object& value, Collected& into, int depth = kDepth) {
     PyObject* object = value.ptr();
     if (THPVariable_Check(object)) {
       if (const at::Tensor& tensor = THPVariable_Unpack(object); is_readable(tensor)) {
-        numbers.push_back(value_of(tensor));
+        into.numbers.push_back(value_of(tensor));
       }
-    } else if (depth > 0 && !value.is_none() && !PyLong_Check(object) && !PyUnicode_Check(object)) {
+    } else if (depth > 0 && !value.is_none() && !PyLong_Check(object) && !PyFloat_Check(object) &&
+               !PyUnicode_Check(object) && into.seen.emplace(object, value).second) {
       const bool is_plain = PyTuple_Check(object) || PyList_Check(object);
       const py::object items = is_plain ? value : of_python("_parts_of")(value);
       for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
         PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
-        collect(py::reinterpret_borrow<py::object>(item), numbers, depth - 1);
+        collect(py::reinterpret_borrow<py::object>(item), into, depth - 1);
       }
     }
   }
 
-  // Ends the forward: tensors may be freed, and others come to their addresses.
-  void forget() { known_.clear(); }
+  // Ends the forward of a model or a part of it; what it returned may be given to the next part.
+  // torch converts no leaf that has a weak reference.
+  void forget(const std::vector<int64_t>& returned) {
+    for (auto each = known_.begin(); each != known_.end();) {
+      const auto& [tensor, version, value, is_leaf] = each->second;
+      const bool is_kept =
+          !is_leaf && std::find(returned.begin(), returned.end(), value) != returned.end();
+      each = is_kept ? std::next(each) : known_.erase(each);
+    }
+  }
 
   bool is_off = false;  // what still comes is not read
   std::vector<at::Tensor> tables{};
-  // Row and dtype by the number of a value.
+  // Row, unless it was not read, and dtype by the number of a value.
   std::vector<std::pair<std::optional<Row>, at::ScalarType>> values{};
   // Numbers and rows of values whose gradients came, in that order.
   std::vector<std::pair<int64_t, Row>> gradients{};
@@ -106,6 +120,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     int64_t version;
     int64_t value;
+    bool is_leaf;
   };
 
   // The table of a stream, in whose order it was filled with zeros.
@@ -130,7 +145,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
       values[number].first = read(tensor);
     }
     const c10::weak_intrusive_ptr reference(tensor.getIntrusivePtr());
-    known_.insert_or_assign(impl, Known{reference, version, number});
+    known_.insert_or_assign(impl, Known{reference, version, number, tensor.is_leaf()});
     if (!tensor.requires_grad()) {
       return number;
     }
@@ -158,14 +173,15 @@ class Reads : public std::enable_shared_from_this<Reads> {
     if (gradients.empty()) {
       // On the device: neither does the host wait, nor does a replayed graph keep an old number.
       if (const py::object words = words_(); !words.is_none()) {
-        const at::NoGradGuard no_grad;
-        updates = THPVariable_Unpack(words.ptr()).narrow(0, 0, 1).clone();
+        updates = of_python("_updates_in")(words).cast<at::Tensor>();
       }
     }
-    gradients.emplace_back(value, read(gradient));
+    if (const auto row = read(gradient)) {
+      gradients.emplace_back(value, *row);
+    }
   }
 
-  Row read(const at::Tensor& tensor) {
+  std::optional<Row> read(const at::Tensor& tensor) {
     static int64_t time = 0;
     const at::Device device = tensor.device();
     const c10::DeviceGuard here(device);
@@ -188,8 +204,8 @@ class Reads : public std::enable_shared_from_this<Reads> {
     const int64_t row = used++;
     const Row result{time++, static_cast<int64_t>(number) * kRows + row};
     if (way == Way::kTorchOps || tensor.numel() == 0 || !is_regular(tensor, kKernelDevices)) {
-      of_python("_read_by_ops")(tensor, table, row);
-      return result;
+      const bool is_read = of_python("_read_by_ops")(tensor, table, row).cast<bool>();
+      return is_read ? std::optional(result) : std::nullopt;
     }
     double* words = table.mutable_data_ptr<double>() + row * kPeakWords;
     GradList list(device, nullptr);
@@ -217,16 +233,18 @@ void bind_watch(py::module_& m) {
       .def(py::init<py::object, Reads*>())
       .def("values_of",
            [](Reads& reads, const py::object& structure) {
-             std::vector<int64_t> numbers;
-             reads.collect(structure, numbers);
-             return numbers;
+             Reads::Collected collected;
+             reads.collect(structure, collected);
+             return collected.numbers;
            })
       .def("forget", &Reads::forget)
       .def_readwrite("is_off", &Reads::is_off)
-      .def_readonly("tables", &Reads::tables)
-      .def_readonly("values", &Reads::values)
-      .def_readonly("gradients", &Reads::gradients)
-      .def_readonly("updates", &Reads::updates);
+      .def_property_readonly("has_gradients",
+                             [](const Reads& reads) { return !reads.gradients.empty(); })
+      // Copies: another thread may add to the vectors while Python's objects are made.
+      .def("so_far", [](const Reads& reads) {
+        return std::make_tuple(reads.values, reads.gradients, reads.tables, reads.updates);
+      });
 }
 
 }  // namespace ampfast

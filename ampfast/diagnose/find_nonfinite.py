@@ -7,13 +7,15 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ampfast import backends
@@ -119,16 +121,16 @@ class _Watch:
         ):
             return (self.inner or module._call_impl)(*args, **kwargs)
         running = self.finder.running.passes
-        depth = len(running)
+        depth, returned = len(running), []
         try:
             forward, inputs = self.finder.begin(self, module, running, args, kwargs)
             output = forward(*args, **kwargs)
             if inputs is not None:
-                self.finder.end(self, running[depth], inputs, output)
+                returned = self.finder.end(self, running[depth], inputs, output)
             return output
         finally:
             if depth == 0 and running:
-                running[0].reads.forget()
+                running[0].reads.forget(returned)
             del running[depth:]
 
     def __deepcopy__(self, memo: object) -> None:
@@ -209,19 +211,21 @@ class NonFiniteFinder:
     def _faults(self) -> list[tuple[int | None, int, ModuleFault]]:
         """The fault of each pass that had one, its time, and the updates before its gradients."""
         refuse_capture("a report that the host reads", "ask after the replay")
-        tables = [table[:, 0] for each in self._passes for table in each.reads.tables]
+        # As they are now: other threads may run the models.
+        passes = [(list(each.ended), *each.reads.so_far()) for each in tuple(self._passes)]
+        tables = [table[:, 0] for *_, tables, _ in passes for table in tables]
         if not tables:
             return []
-        updates = [each.reads.updates for each in self._passes]
-        tables += [each for each in updates if each is not None]
+        tables += [updates for *_, updates in passes if updates is not None]
         on_host = iter(torch.cat([each.to(tables[0]) for each in tables]).tolist())
-        peaks = [list(islice(on_host, sum(map(len, each.reads.tables)))) for each in self._passes]
+        peaks = [list(islice(on_host, sum(map(len, tables)))) for *_, tables, _ in passes]
         faults = []
-        for ago, one in zip(reversed(range(len(self._passes))), self._passes, strict=True):
-            fault = _fault_of(one, peaks.pop(0), ago)
-            step = 0 if one.reads.updates is None else int(next(on_host))
+        for ago, one in zip(reversed(range(len(passes))), passes, strict=True):
+            ended, values, gradients, _, updates = one
+            fault = _fault_of(ended, values, gradients, peaks.pop(0), ago)
+            step = 0 if updates is None else int(next(on_host))
             if fault is not None:
-                faults.append((step if one.reads.gradients else None, *fault))
+                faults.append((step if gradients else None, *fault))
         return faults
 
     @not_compiled
@@ -246,9 +250,11 @@ class NonFiniteFinder:
         return forward, one.reads.values_of(given)
 
     @not_compiled
-    def end(self, watch: _Watch, one: _Pass, inputs: list[int], output: Any) -> None:
-        """Ends a module's call, which has returned."""
-        one.ended.append(((watch.name, watch.type), inputs, one.reads.values_of(output)))
+    def end(self, watch: _Watch, one: _Pass, inputs: list[int], output: Any) -> list[int]:
+        """Ends a module's call; returns the numbers of what it has returned."""
+        outputs = one.reads.values_of(output)
+        one.ended.append(((watch.name, watch.type), inputs, outputs))
+        return outputs
 
     def _last(self, watch: _Watch, given: Any) -> _Pass | None:
         """The pass that an outermost call is part of, as models may be called by their parts."""
@@ -262,7 +268,7 @@ class NonFiniteFinder:
         ):
             return None
         is_part = last is not None and not (
-            watch.is_root or watch in last.watches or last.reads.gradients
+            watch.is_root or watch in last.watches or last.reads.has_gradients
         )
         if is_part:
             return last
@@ -271,9 +277,14 @@ class NonFiniteFinder:
         return self._passes[-1]
 
 
-def _fault_of(one: _Pass, peaks: list[float], ago: int) -> tuple[int, ModuleFault] | None:
+def _fault_of(
+    ended: list[_Call],
+    values: list[tuple[_Row | None, torch.dtype]],
+    gradients: list[tuple[int, _Row]],
+    peaks: list[float],
+    ago: int,
+) -> tuple[int, ModuleFault] | None:
     """The time and the fault of a pass, by the largest magnitudes in its rows."""
-    values = one.reads.values
 
     def is_finite(row: _Row | None) -> bool:
         return row is None or math.isfinite(peaks[row[1]])
@@ -287,22 +298,21 @@ def _fault_of(one: _Pass, peaks: list[float], ago: int) -> tuple[int, ModuleFaul
         largest = max(before, default=None) if finite else None
         return row[0], ModuleFault(*module, where, kind, values[value][1], finite, largest, ago)
 
-    for module, inputs, outputs in one.ended:
+    for module, inputs, outputs in ended:
         for value in outputs:
             row = values[value][0]
             if row is not None and not is_finite(row):
                 return fault(module, "output", value, row, [values[each][0] for each in inputs])
-    gradients = one.reads.gradients
     for value, row in gradients:
         if is_finite(row):
             continue
         # Of the modules that took the tensor and did not pass it on, inner ones ended first.
-        for module, inputs, outputs in one.ended:
+        for module, inputs, outputs in ended:
             if value in inputs and value not in outputs:
                 given = [each for output, each in gradients if output in outputs]
                 return fault(module, "gradient", value, row, given)
         # Else none took it: its gradient is that of a loss, or of another function.
-        for module, _, outputs in one.ended:
+        for module, _, outputs in ended:
             if value in outputs:
                 return fault(module, "gradient", value, row, [row])
     return None
@@ -313,26 +323,46 @@ def _way_of(device: torch.device) -> int:
     return {"cpu": 1, "cuda": 2}.get(backends.default_for(device), 0)
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hides calls of torch from modes and transforms that are around a forward."""
+    hidden = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch()
+    with hidden[0], hidden[1], torch.no_grad(), _disable_current_modes():
+        yield
+
+
+@_unseen()
 def _new_table(device: torch.device, *shape: int) -> Tensor:
     return allocate(torch.zeros, *shape, dtype=widest(device), device=device)
 
 
-@torch.no_grad()
-def _read_by_ops(tensor: Tensor, table: Tensor, row: int) -> None:
-    """Writes the largest magnitude of any tensor; NaN wins."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    values = core.real_view((tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach())
-    peak = torch.linalg.vector_norm(values, math.inf, dtype=table.dtype) if values.numel() else 0
-    table[row, 0] = peak
+@_unseen()
+def _updates_in(words: Tensor) -> Tensor:
+    return words[:1].clone()
+
+
+@_unseen()
+def _read_by_ops(tensor: Tensor, table: Tensor, row: int) -> bool:
+    """Writes the largest magnitude of any tensor, where NaN wins; returns whether it could."""
+    try:
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        values = core.real_view(local.detach())
+        if values.numel():
+            table[row, 0] = torch.linalg.vector_norm(values, math.inf, dtype=table.dtype)
+    except Exception:  # a class may refuse any op
+        return False
+    return True
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """What a mapping or a dataclass holds."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if is_dataclass(value):
-        return [getattr(value, each.name, None) for each in fields(value)]
+    """What a mapping or a dataclass holds, unless it refuses."""
+    with suppress(Exception):
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if is_dataclass(value):
+            return [getattr(value, each.name, None) for each in fields(value)]
     return []
 
 

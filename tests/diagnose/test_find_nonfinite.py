@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import warnings
 import weakref
 from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampfast
+from ampfast import GradScaler
 
 INF, NAN = float("inf"), float("nan")
 quant: Any = torch.ao.quantization
@@ -179,8 +184,23 @@ class Batch(dict[str, Tensor]):
 
 def holds_itself(x: Tensor) -> Outputs:
     outputs = Outputs(None)
-    outputs.hidden = [outputs]
+    outputs.hidden = [outputs] * 9
     return outputs
+
+
+class Refused(dict[str, Tensor]):
+    """A mapping, with a tensor whose class refuses every op, that cannot be looked into."""
+
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *call: Any) -> Any:
+            raise NotImplementedError
+
+    values = None  # type: ignore[assignment]
+
+
+def refused(x: Tensor) -> Any:
+    return torch.Tensor._make_wrapper_subclass(Refused.Wrapper, (2,)), Refused(), x  # type: ignore[attr-defined]
 
 
 def without_values(x: Tensor) -> list[Tensor]:
@@ -243,6 +263,11 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], list[float], dict[str, Any] | N
         )
     },
     "a structure that holds itself": (lambda: chain(holds_itself, nn.Identity()), [1], None),
+    "what refuses": (
+        lambda: chain(refused, lambda values: values[2] * INF),
+        [1],
+        {"module": "1", "largest": 1.0},
+    ),
     "tensors without dense values": (
         lambda: chain(without_values, lambda values: values[0].to_dense() * INF),
         [1],
@@ -313,6 +338,11 @@ def test_parts_that_are_called_alone_have_passes_of_their_own() -> None:
     model["b"](torch.ones(2, requires_grad=True)).sum().backward()
     model["c"](torch.ones(2))
     assert told(finder.report(), passes_ago=5)
+    # The first part has ended when the next takes its output.
+    model["c"] = broken()
+    with ampfast.find_nonfinite(model) as finder:
+        model["c"](model["a"](torch.ones(2, 8))).sum().backward()
+    assert told(finder.report(), module="c", inputs_finite=True)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -550,21 +580,63 @@ def test_a_scaler_reports_the_module_first() -> None:
     assert pickle.loads(pickle.dumps(training.scaler)).overflow_report().module is None
 
 
-@pytest.mark.parametrize("is_vmapped", [False, True])
-def test_under_transforms(is_vmapped: bool) -> None:
+TRANSFORMS: list[Callable[[Any], Any]] = [
+    lambda call: call,
+    lambda call: torch.func.vmap(call, (None, 0)),
+    torch.func.functionalize,
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_under_transforms(transform: Callable[[Any], Any]) -> None:
     model = net_around(Op(lambda x: x * INF))
     params = dict(model.named_parameters())
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Any:
         return torch.func.functional_call(model, params, (x,)).sum()
 
-    call: Any = torch.func.grad(loss)
-    if is_vmapped:
-        call = torch.func.vmap(call, (None, 0))
     with ampfast.find_nonfinite(model) as finder:
-        call(params, torch.rand(4, 8))
+        transform(torch.func.grad(loss))(params, torch.rand(4, 8))
     fault = finder.report()
     assert fault is not None and told(fault, module="2", inputs_finite=True)
+
+
+def test_modes_neither_see_nor_change_what_a_watch_calls() -> None:
+    calls: list[Any] = []
+
+    def see(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        calls.append(getattr(function, "__name__", function))
+        return function(*args, **(kwargs or {}))
+
+    seen, model = [], net_around(Op(lambda x: torch.complex(x, x).real))
+    dispatch = type("Dispatch", (TorchDispatchMode,), {"__torch_dispatch__": see})
+    functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": see})
+    for scaler in (torch.amp.GradScaler("cpu"), GradScaler("cpu", track="modules")):
+        if isinstance(scaler, GradScaler):
+            scaler.name_parameters(model)
+        loss = scaler.scale(torch.ones(()))
+        model.zero_grad()
+        with dispatch(), functions():
+            (model(torch.rand(4, 8)).sum() * loss).backward()
+        seen.append(calls.copy())
+        calls.clear()
+    assert seen[0] == seen[1]
+    with ampfast.find_nonfinite(model) as finder, FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.rand(4, 8))
+    model[0](torch.full((4, 8), NAN))
+    assert finder.report() is None
+
+
+def test_a_report_while_other_threads_run_the_model(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-5)
+    model = net_around(nn.Tanh())
+    with ampfast.find_nonfinite(model) as finder:
+        threads = [Thread(target=lambda: [train(model) for _ in range(99)]) for _ in range(3)]
+        for each in threads:
+            each.start()
+        while any(each.is_alive() for each in threads):
+            assert finder.report() is None
 
 
 def test_a_leaf_is_read_for_the_newest_pass_of_a_finder_and_not_after_it() -> None:
@@ -575,7 +647,8 @@ def test_a_leaf_is_read_for_the_newest_pass_of_a_finder_and_not_after_it() -> No
         for _ in range(3):
             net(weight).sum().backward()
     net(weight).sum().backward()
-    assert [len(each.reads.gradients) for each in (*finder._passes, *other._passes)] == 6 * [2]
+    passes = (*finder._passes, *other._passes)
+    assert [len(each.reads.so_far()[1]) for each in passes] == 6 * [2]
     assert len(seen) == 4
     assert pickle.loads(pickle.dumps(weight))._backward_hooks in (None, {})
 
