@@ -414,30 +414,6 @@ def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_n
         assert not hasattr(optimizer, name)
 
 
-@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
-def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
-    # The same optimizer with the `grad_scale` that ours must set.
-    ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=100)
-    for seed in range(8):
-        for run in (ours, theirs):
-            run.optimizer.zero_grad()
-            run.scaler.scale(run.loss(seed)).backward()
-            if seed == 5:
-                plant(next(run.model.parameters()).grad, "middle", INF)
-        scale = ours.scaler.get_scale()
-        norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=False)
-        ours.scaler.step(ours.optimizer)
-        theirs.optimizer.grad_scale = divisor_of(scale, norm, 0.05)
-        theirs.optimizer.found_inf = torch.tensor(float(seed == 5))
-        theirs.optimizer.step()
-        del theirs.optimizer.grad_scale, theirs.optimizer.found_inf
-        theirs.scaler._check_inf_per_device(theirs.optimizer)
-        assert ours.scaler.step_skipped(ours.optimizer) == (seed == 5)
-        for run in (ours, theirs):
-            run.scaler.update()
-        assert_sides_same(ours, theirs)
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad", [INF, -INF, math.nan])
 @pytest.mark.parametrize("order", [2.0, INF, 1.0])

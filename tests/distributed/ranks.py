@@ -104,12 +104,8 @@ def attempt(
     *args: Any,
     ranks: int = 2,
     seconds: float = JOB_SECONDS,
-    patience: float = COLLECTIVE_SECONDS,
 ) -> list[Outcome]:
-    """As `run`, but returns the outcome of every rank; waits of `patience` seconds raise.
-
-    A rank that waits `patience` seconds for another one raises.
-    """
+    """As `run`, but returns the outcome of every rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     # Not by the pipes of multiprocessing, which would share tensors through memory files.
@@ -119,9 +115,8 @@ def attempt(
         try:
             for rank in range(ranks):
                 here, there = context.Pipe()
-                process = context.Process(
-                    target=_rank, args=(work, rank, ranks, folder, patience, there), daemon=True
-                )
+                args = work, rank, ranks, folder, there
+                process = context.Process(target=_rank, args=args, daemon=True)
                 process.start()
                 there.close()
                 pipes.append(here)
@@ -167,9 +162,7 @@ def _log(folder: Path, rank: int) -> str:
     return path.read_text(errors="replace")[-20_000:] if path.exists() else ""
 
 
-def _rank(
-    work: bytes, rank: int, ranks: int, folder: str, patience: float, pipe: Connection
-) -> None:
+def _rank(work: bytes, rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     log = os.open(Path(folder, f"rank{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -188,7 +181,7 @@ def _rank(
             init_method=Path(folder, "store").as_uri(),
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
         job, args = pickle.loads(work)
         outcome = pickle.dumps(Outcome(job(*args)))

@@ -102,23 +102,11 @@ def test_the_others_raise_and_change_nothing(
 # The runner of these ranks
 
 
-def fails(how: str) -> None:
+def fails() -> None:
     if dist.get_rank() == 1:
-        print("goodbye", flush=True)
-        if how == "dies":
-            os._exit(7)
         raise LookupError("nothing here")
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "details"),
-    [("raises", "LookupError: nothing here", "in fails"), ("dies", "exit code 7", "goodbye")],
-)
-def test_a_rank_that_fails_tells_how(how: str, error: str, details: str) -> None:
-    first, second = ranks.attempt(fails, how)
-    assert first.error is None
-    assert second.error == error
-    assert details in second.details
-    if how == "raises":
-        with pytest.raises(ranks.RanksFailedError, match="rank 1: LookupError: nothing here"):
-            ranks.run(fails, how)
+def test_a_rank_that_fails_tells_how() -> None:
+    with pytest.raises(ranks.RanksFailedError, match="(?s)rank 1: LookupError: nothing here.*fails"):
+        ranks.run(fails)

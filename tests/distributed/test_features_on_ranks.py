@@ -1,4 +1,4 @@
-"""Spikes, reports, schedules, ends and master weights on ranks: all do alike."""
+"""Spikes, reports, ends and master weights on ranks: all do alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ampfast
-from ampfast import GradScaler, LateScheduler, ShardedGradScaler, Sigmas
+from ampfast import GradScaler, Sigmas
 
 WAYS = ("step", "unscale", "clip", "together")
 LAYOUTS = ("parts", "shards")
@@ -205,38 +205,6 @@ def test_all_ranks_end_after_the_same_skips() -> None:
     assert (step, other_step) == (4, 4)
     assert told.endswith("so far. This is the report of one rank: see those of the others.")
     assert "group 0, parameter 0" in other_told and "one rank" not in other_told
-
-
-# Schedules leave out a step in which one rank overflows.
-
-SKIPPED = (0, 3)
-
-
-def advanced(fused: bool, has_group: bool, is_late: bool) -> list[int]:
-    """Epochs of the schedule by step; rank 0 has no gradients."""
-    param = parameter("parts")
-    optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
-    scaler = scaler_for("parts") if has_group else ShardedGradScaler("cpu")
-    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    if is_late:
-        schedule = LateScheduler(schedule, scaler, optimizer)
-    seen = []
-    for step in range(6):
-        seen.append(schedule.last_epoch)
-        fill(scaler, param, (None, math.inf if step in SKIPPED else 1.0))
-        take_step(scaler, optimizer)
-        if is_late or not scaler.step_skipped(optimizer):
-            schedule.step()
-    if is_late:
-        schedule.flush()
-    return [*seen, schedule.last_epoch]
-
-
-def test_schedules_are_equally_far() -> None:
-    kinds = [(False, True), (True, True), (True, False)]
-    cases = [(*kind, is_late) for kind in kinds for is_late in (False, True)]
-    exact, late = [0, 0, 1, 2, 2, 3, 4], [0, 0, 0, 1, 2, 2, 4]
-    assert ranks.run_each(advanced, cases) == [(exact, exact), (late, late)] * 3
 
 
 # Master weights, against those by hand on the same ranks

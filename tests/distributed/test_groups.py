@@ -87,15 +87,6 @@ class Own(GradScaler):
         return {found_inf.device: found_inf}
 
 
-def test_an_override_that_unscales_takes_the_others_flag() -> None:
-    pair, optimizer = Pair(), optimizer_of("plain")
-    scaler, pair.finds = started(Own, process_group=pair), True
-    scaler.step(optimizer)
-    scaler.update()
-    assert pair.sent == [[0.0]]
-    assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
-
-
 @pytest.mark.parametrize("kernels", ["cpu", "launcher"])
 @pytest.mark.parametrize("make", [GradScaler, Own])
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ from exact_training import whole
 from support.gradients import parameter_like
 from support.groups import Derived, Foreign, line, pair, square
 from support.models import coefficient_of
+from support.optimizers import Reader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -58,19 +59,6 @@ class Step:
         if grad is not None and (rank == bad or (rank in self.replicas and bad in self.replicas)):
             getattr(grad, "_local_tensor", grad).view(-1)[-1] = value
         return self
-
-
-class Fused(torch.optim.SGD):
-    """Optimizer that counts as fused for any list."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self) -> None:
-        if self.found_inf.item() == 0.0:
-            factor = 1.0 if self.grad_scale is None else 1.0 / self.grad_scale
-            for param in self.param_groups[0]["params"]:
-                if param.grad is not None:
-                    param.data.sub_(param.grad * factor)
 
 
 # Builders of steps, each given the rank that overflows and the value
@@ -330,7 +318,7 @@ BADS = ((None, 0.0), (0, math.inf), (WORLD - 1, math.nan))
 def stepped(name: str) -> None:
     """Checks every path on this rank."""
     paths = [(torch.optim.SGD, path) for path in PATHS if path != "defer"]
-    paths += [(Fused, "step"), (Fused, "unscale"), (Fused, "defer")]
+    paths += [(Reader, "step"), (Reader, "unscale"), (Reader, "defer")]
     for (bad, value), (kind, path) in itertools.product(BADS, paths):
         step = BUILDERS[name](bad, value)
         what = f"{name}, {kind.__name__}, {path}, {bad} bad"

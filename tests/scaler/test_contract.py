@@ -176,20 +176,6 @@ def update_with_odd_settings(setting: tuple[str, Any, float], kind: Scaler) -> A
 
 
 @scenario
-def under_another_default_dtype(kind: Scaler) -> Any:
-    torch.set_default_dtype(torch.float64)
-    try:
-        scaler, p = started(kind, 3.0), parameter_with(torch.full((3,), 6.0))
-        scaler.step(torch.optim.SGD([p], lr=0.1))
-        records = scaler._per_optimizer_states.values()
-        flags = [list(record["found_inf_per_device"].values()) for record in records]
-        scaler.update()
-        return [p.grad, flags, scaler._scale, scaler._growth_tracker]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@scenario
 def under_another_default_device(kind: Scaler) -> Any:
     scaler, p = started(kind, 3.0), six(3)
     with torch.device("meta"):
