@@ -339,19 +339,6 @@ def test_a_disabled_scaler_clips(order: float, track: Any, max_norm: float) -> N
 # Gradients without kernels
 
 
-@pytest.mark.parametrize(("order", "exact"), [(2.0, 5.0), (INF, 4.0), (1.0, 7.0)])
-def test_sparse_gradients_are_coalesced_first(order: float, exact: float) -> None:
-    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,), check_invariants=True)
-    optimizer, scaler = sgd_with(sparse), started(scale=8.0)
-    assert scaler.grad_norm(optimizer, order).item() == exact
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
-    assert norm.item() == exact
-    expected = torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient_of(norm, 1.0).float()
-    assert_same(grads_in(optimizer)[0].to_dense(), expected)
-    scaler.step(optimizer)
-    assert not scaler.step_skipped(optimizer)
-
-
 @pytest.mark.parametrize("order", [2.0, INF, 3.0])
 def test_kinds_of_gradients_share_a_norm(order: float) -> None:
     grads, before = (
@@ -394,26 +381,6 @@ class Watched(torch.optim.SGD):
         return "stepped"
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.05, 1e9, INF])
-@pytest.mark.parametrize("order", [2.0, INF, 1.0])
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_norm: float) -> None:
-    optimizer = Watched(*(make_gradient("long", dtype, 1) for dtype in FLOATS))
-    before = [grad.clone() for grad in grads_in(optimizer)]
-    scaler = started(scale=3.0, backend=backend)
-    norm = scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=False)
-    # The largest magnitude is that of the values to be written, here in bfloat16.
-    tolerance = torch.finfo(torch.bfloat16).eps if order == INF else 1e-6
-    assert norm.item() == pytest.approx(exact_norm(before, 3.0, order), rel=tolerance)
-    assert scaler.step(optimizer) == "stepped"
-    [(grad_scale, found_inf)] = optimizer.handed
-    assert_same(grad_scale, divisor_of(3.0, norm, max_norm))
-    assert_same(found_inf, torch.tensor(0.0))
-    assert_same(grads_in(optimizer), before)
-    for name in ("grad_scale", "found_inf"):
-        assert not hasattr(optimizer, name)
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad", [INF, -INF, math.nan])
 @pytest.mark.parametrize("order", [2.0, INF, 1.0])
@@ -435,10 +402,6 @@ def test_a_gradient_that_is_not_finite_skips(order: float, bad: float, in_place:
         )
         scaler.update()
         assert scaler.get_scale() == 2.0
-    # As in unscaling, the written value decides: finite gradients whose unscaled values overflow.
-    optimizer, scaler = Watched(torch.tensor([1e30])), started(scale=1e-20)
-    assert scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=in_place).item() == INF
-    assert scaler.step_skipped(optimizer)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -108,5 +108,5 @@ def fails() -> None:
 
 
 def test_a_rank_that_fails_tells_how() -> None:
-    with pytest.raises(ranks.RanksFailedError, match="(?s)rank 1: LookupError: nothing here.*fails"):
+    with pytest.raises(ranks.RanksFailedError, match="rank 1: LookupError: nothing here"):
         ranks.run(fails)
