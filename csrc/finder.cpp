@@ -1,5 +1,7 @@
 // What one scaler does with the gradients of optimizers: find, run, agree, decide and, of a clip,
 // run again.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/stack.h>
 #include <pybind11/stl.h>
 
 #include "device_kernels.h"

@@ -1,6 +1,7 @@
 #include "gradients.h"
 
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
