@@ -103,6 +103,14 @@ def test_pages_for_users_are_short() -> None:
     assert sum(len(page.read_text("utf-8").split()) for page in USERS) <= 14_000
 
 
+def test_the_search_splits_words_at_parentheses() -> None:
+    """Else it finds none of the short names, which stand in them."""
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    split = [*re.findall(r"^      separator: '(.+)'$", settings, re.MULTILINE), r"[\s\-]+"][0]
+    words = re.split(split, (DOCS / "which_dtype.md").read_text("utf-8"))
+    assert {"bf16", "fp16", "mps", "Scaler"} <= {*words}
+
+
 def test_the_version_is_the_same_in_all_pages() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     [newest, *_] = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)
