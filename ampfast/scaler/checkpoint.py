@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from ampfast.clip.norm_history import Saved, require_norms
 from ampfast.errors import add_note, warn_caller
 from ampfast.scaler.loss_scale import Limits
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def require_loadable(
@@ -29,6 +34,9 @@ def require_loadable(
         KeyError: If it is no checkpoint of a scaler.
         ValueError: If the checkpoint is damaged or of another kind of scaler.
     """
+    for key in _KEYS:
+        if not isinstance(value := state_dict[key], (Real, Tensor)):
+            raise ValueError(f"the checkpoint's {key!r} must be a number, got {value!r}")
     if not dynamic:
         _require_static(state_dict, is_guard=is_guard)
     if not limits.is_torchs and _is_static(state_dict):
@@ -51,10 +59,7 @@ def require_loadable(
 
 
 def _entry_of(state_dict: dict[str, Any]) -> Any:
-    """The entry of ours in a scaler's checkpoint; without one that of a scaler by torch's rule.
-
-    The checkpoint may be no dict for torch to refuse.
-    """
+    """The entry of ours in a scaler's checkpoint; without one that of a scaler by torch's rule."""
     if "ampfast" not in state_dict:
         return {"norms": []}
     return state_dict["ampfast"]
@@ -76,14 +81,14 @@ def explained(state_dict: object) -> Iterator[None]:
         elif isinstance(error, TypeError):
             raise
         elif "scale" in state_dict:
-            told = f"this one has no {error}"
+            missing = [key for key in _KEYS if key not in state_dict]
+            told = f"this one has no {', '.join(missing)}"
         else:
             there = ", ".join(map(str, [*state_dict][:3]))
             told = f"this one begins with {there}: is it of a model, or a whole checkpoint?"
         add_note(
             error,
-            "expected what a scaler's state_dict() returns, a dict of scale, growth_factor, "
-            f"backoff_factor, growth_interval and _growth_tracker; {told}",
+            f"expected what a scaler's state_dict() returns, a dict of {', '.join(_KEYS)}; {told}",
         )
         raise
 
@@ -92,7 +97,6 @@ def _require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
     """Checks a checkpoint for a scaler with `dynamic=False`; that of a guard is always 1.
 
     Raises:
-        KeyError: If it is no checkpoint of a scaler.
         ValueError: If its scale changes, or is another one.
     """
     scale, is_fixed = state_dict["scale"], _is_static(state_dict)

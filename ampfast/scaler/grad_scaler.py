@@ -743,13 +743,12 @@ class GradScaler(TorchGradScaler):
             state_dict: What `state_dict` returned.
 
         Raises:
-            KeyError: If it is no scaler's checkpoint.
+            KeyError: If it lacks an entry; nothing is loaded then.
             RuntimeError: If the checkpoint is of a disabled scaler.
-            ValueError: If it is of a scaler with other limits or hysteresis, its entry "ampfast" is
-                damaged, its scale is not the 1 that this one's always is, or only one of the two is
-                static. Nothing is loaded then. As with torch, a scaler without limits and
-                hysteresis becomes static, with a warning where the checkpoint is of one with
-                `dynamic=False`.
+            ValueError: If it is of a scaler with other limits or hysteresis, a value is damaged,
+                its scale is not the 1 that this one's always is, or only one of the two is static.
+                Nothing is loaded then. As with torch, a scaler without limits and hysteresis
+                becomes static, with a warning where the checkpoint is of one with `dynamic=False`.
         """
         with explained(state_dict):
             if not self._enabled or len(state_dict) == 0:

@@ -26,19 +26,30 @@ def test_a_number_first_is_refused_with_a_hint(arguments: Any) -> None:
         assert str(arguments[0]) in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [partial(GradScaler, "cpu"), StepGuard])
-def test_a_model_is_no_checkpoint_of_a_scaler(make: Any) -> None:
+@pytest.mark.parametrize(
+    "make", [partial(GradScaler, "cpu"), partial(GradScaler, "cpu", hysteresis=2), StepGuard]
+)
+def test_of_what_is_no_checkpoint_nothing_is_loaded(make: Any, torch_fails: Any) -> None:
     with pytest.raises(KeyError) as told:
         make().load_state_dict(torch.nn.Linear(2, 1).state_dict())
     assert told.value.args == ("scale",)
     assert "this one begins with weight, bias: is it of a model" in told.value.__notes__[0]
+    scaler = make()
+    before = scaler.state_dict()
     for given, error, note in (
-        ({"scale": 1.0, "growth_interval": 0, "backoff_factor": 1.0}, KeyError, "no 'growth_f"),
-        *((given, TypeError, f"got {type(given).__name__}") for given in (None, 3, [1])),
+        ({"scale": 1.0}, KeyError, "no growth_factor, backoff_factor, growth_interval, _growth"),
+        *((given, TypeError, f"got {type(given).__name__}") for given in (None, 3, [1], "a")),
     ):
         with pytest.raises(error) as told:
-            make().load_state_dict(given)
+            scaler.load_state_dict(given)
         assert note in told.value.__notes__[0]
+    for key, value in (("scale", "1"), ("growth_interval", None), ("_growth_tracker", 1j)):
+        with pytest.raises(ValueError, match=f"{key}' must be a number"):
+            scaler.load_state_dict({**before, key: value})
+    assert scaler.state_dict() == before
+    theirs = TorchScaler("cpu")
+    error = outcome(lambda: theirs.load_state_dict({"scale": 1.0})).error
+    torch_fails("a damaged checkpoint is loaded in part", error and theirs.get_scale() == 1.0)
 
 
 def test_a_disabled_scaler() -> None:
