@@ -131,7 +131,7 @@ def guard(
             _keep_apart(trainer, handle)
         handle._undo.append(partial(trainer.remove_callback, callback))
     else:
-        taken.begin(math.inf, is_first_rank=accelerator.is_main_process)
+        taken.begin(None, math.inf, is_first_rank=accelerator.is_main_process)
         _log_with(accelerator, handle, taken)
     return handle
 
@@ -245,7 +245,10 @@ class _Figures:
     def __init__(self, scaler: GradScaler, prefix: str) -> None:
         self._scaler, self._prefix, self._steps = scaler, prefix, scaler.stats().steps
 
-    def begin(self, steps: float, *, is_first_rank: bool) -> None:
+    def begin(self, step: int | None, end: float, *, is_first_rank: bool) -> None:
+        if step is not None:
+            self._scaler._skip_log.first = step - self._scaler.stats().steps
+        steps = end - (step or 0)
         rule, norms = self._scaler.skip_above, self._scaler._norm_histories.window()
         wanted = rule.window - len(norms) if isinstance(rule, Sigmas) and is_first_rank else 0
         if wanted > 0:
@@ -273,8 +276,8 @@ def _for_transformers(trainer: Any, taken: _Figures) -> Any:
         _is_due = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            steps, is_first = state.max_steps - state.global_step, state.is_world_process_zero
-            taken.begin(steps, is_first_rank=is_first)
+            is_first = state.is_world_process_zero
+            taken.begin(state.global_step, state.max_steps, is_first_rank=is_first)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._is_due = control.should_log
@@ -297,8 +300,8 @@ def _for_lightning(library: str, taken: _Figures) -> Any:
         state_key = "ampfast"
 
         def on_train_start(self, trainer: Any, _: Any) -> None:
-            steps = trainer.estimated_stepping_batches - trainer.global_step
-            taken.begin(steps, is_first_rank=trainer.is_global_zero)
+            end = trainer.estimated_stepping_batches
+            taken.begin(trainer.global_step, end, is_first_rank=trainer.is_global_zero)
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:

@@ -35,10 +35,12 @@ class SkipLog:
     Attributes:
         due: Number of updates until the host looks.
         rule: Limit of the norm of the last clip, if any.
+        first: Number of the scaler's first step, in the count of a trainer.
     """
 
     def __init__(self) -> None:
         self.rule: float | Sigmas | None = None
+        self.first = 0
         self._lines, self._last = 0, 0
         self._next: int | None = 0
         self.restart()
@@ -102,7 +104,7 @@ class SkipLog:
                     why += f": {', '.join(str(each.name) for each in report.parameters[:3])}"
                 if not scaler._is_guard:
                     why += f"; the scale was {history.scale[place]:g}"
-                _logger.log(level, "step %d was skipped: %s", step, why)
+                _logger.log(level, "step %d was skipped: %s", self.first + step, why)
         self._next = steps[-1] + 1 if steps else first
 
     def _limit_of(self, scaler: Any) -> Any:

@@ -192,7 +192,12 @@ def trained(
 @pytest.mark.parametrize("name, clip", [("adam", 0.3), ("fused_adam", 0.0)], ids=str)
 @pytest.mark.parametrize("way, precision", WAYS)
 def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
-    way: Callable[..., None], precision: str, name: str, clip: float, tmp_path: Path
+    way: Callable[..., None],
+    precision: str,
+    name: str,
+    clip: float,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     case = way, precision, name, clip
     clean, run = trained(*case, tmp_path / "clean", {})
@@ -211,7 +216,10 @@ def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
     ]
     # Norms are those before the clip.
     assert max(row.get("scaler/largest_grad_norm", 0.0) for row in logged) > 10
+    caplog.clear()
     assert_same(trained(*case, tmp_path / "halves", BAD, parts=(0, HALF, STEPS))[0], whole)
+    told = [each.args[0] for each in caplog.records if "was skipped" in each.msg]
+    assert has_scaler or way is by_accelerate or told == list(BAD)
 
 
 @pytest.mark.parametrize("first", [0, HALF])
