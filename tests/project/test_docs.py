@@ -111,6 +111,16 @@ def test_the_search_splits_words_at_parentheses() -> None:
     assert {"bf16", "fp16", "mps", "Scaler"} <= {*words}
 
 
+@pytest.mark.parametrize("page", [README, *USERS], ids=lambda page: page.stem)
+def test_no_table_is_wider_than_a_phone(page: Path) -> None:
+    """390 pixels hold about 50 letters, less a letter at each side of a cell."""
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text("utf-8"), re.MULTILINE):
+        shown = re.sub(r"\]\([^)]*\)|[\[`*]", "", table).splitlines()
+        columns = zip(*(row.strip("|").split("|") for row in shown), strict=True)
+        widths = [max(len(w) for w in " ".join(c).split()) for c in columns]
+        assert sum(widths) + 2 * len(widths) <= 50, widths
+
+
 def test_the_version_is_the_same_in_all_pages() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     [newest, *_] = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)
