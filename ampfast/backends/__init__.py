@@ -32,10 +32,19 @@ __all__ = [
     "require_known",
 ]
 
-# In order of preference: a launch of the CUDA kernels takes the host less time, and no compilation.
-NAMES = ("cuda", "triton", "cpu", "aten")
-
+# The launchers of GPU kernels, in order of preference: a launch of the CUDA kernels takes the host
+# less time, and no compilation. Each is a module, imported when it is asked for, with:
+#   multi_tensor(pass, table, segment, is_last), a launch over a segment of a `DeviceTable`
+#   clip_coefficient(clip) and update_scale(update), whose flags are one to four
+#   is_capturing(), whether a graph captures the current stream
+# and, if it needs them:
+#   missing(), what it lacks besides a GPU, as a text
+#   load(device), before a device's first launch
+#   prepare(...), as multi_tensor, before the launches of several segments, what may fail in them
+#   limit_programs(programs), for tests and measurements; INTERPRETED, of Triton's
 _LAUNCHERS = {"cuda": "ampfast.backends.cuda", "triton": "ampfast.backends.triton.launch"}
+NAMES = (*_LAUNCHERS, "cpu", "aten")
+
 # Older GPUs are none that CUDA 12 compiles for, or that Triton supports.
 _LEAST_CAPABILITY = {"cuda": (7, 0), "triton": (8, 0)}
 _NO_GPU = "torch sees no GPU"

@@ -19,14 +19,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from runner import LEFT, Part, run, table  # noqa: E402
+from runner import BACKENDS, LEFT, Part, run, table  # noqa: E402
 
 # Seconds of the whole run; a machine may be available for ten minutes.
 SECONDS = 550
 LOGS = ROOT / "build" / "gpu-logs"
 COMMIT = "AMPFAST_COMMIT"
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
-BACKENDS = ("triton", "cuda")
 # By what they prove; NCCL hangs rather than fails, so it comes last.
 SUBJECTS = ("graphs", "costs", "parity", "scaler", "companions", "distributed")
 INFO = [sys.executable, "-m", "ampfast", "info"]

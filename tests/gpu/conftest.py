@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import BACKENDS, gpu, unavailable_reason
+from gpu_support import gpu, unavailable_reason
+from runner import BACKENDS
 
 from ampfast.backends import core
 

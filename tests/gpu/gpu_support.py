@@ -18,7 +18,6 @@ from ampfast import backends
 from ampfast.backends import aten
 from ampfast.backends.gpu import DeviceKernels
 
-BACKENDS = ("triton", "cuda")
 # By `python tests/gpu --rehearse`: torch's ops on the CPU stand in for the kernels of a GPU.
 REHEARSES = bool(os.environ.get("AMPFAST_REHEARSE"))
 # Cycles, long enough for the host to queue the rest.

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# The backends of a GPU.
+BACKENDS = ("triton", "cuda")
 # Seconds for a terminated command to write its results.
 GRACE_SECONDS = 10.0
 # In a command, stands for the seconds in which it should end; some are kept for its end.

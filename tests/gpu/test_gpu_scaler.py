@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import BACKENDS, Twin, no_syncs, skip_without
+from gpu_support import Twin, no_syncs, skip_without
+from runner import BACKENDS
 from support.comparison import FLOATS, TorchScaler, assert_same
 from support.gradients import make_gradient, parameter_with
 from support.models import assert_clipped, assert_norm, exact_norm
