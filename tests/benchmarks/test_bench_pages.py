@@ -96,28 +96,6 @@ def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_p
     refuses(r"run.json lacks rows that docs/benchmarks.md shows")
 
 
-def test_the_report_opens_with_the_score_and_pictures_and_folds_tables(tmp_path):
-    made = dataclasses.replace(Results.read(CPU), complete=False, notes=["FAILED <b>: torch's"])
-    made.machine["load"] = 3.1
-    made.write(tmp_path / "run.json")
-    (tmp_path / pages.PLOTS).mkdir()
-    (tmp_path / pages.PLOTS / "old.svg").touch()
-    assert command.main(["report", str(tmp_path / "run.json")]) == 0
-    text = (tmp_path / pages.REPORT).read_text()
-    parts = ("Against torch, of ", "On the nets measured", "data:image", "<details", "<table>")
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places)
-    for told in (
-        *("The run was not complete; its notes say why.", "FAILED &lt;b&gt;: torch&#39;s"),
-        "The load average was 3.1 when it began.",
-    ):
-        assert told in text
-    assert not re.search(r"https?://", text), "nothing is fetched"
-    assert re.findall(r'<details id="(\w+)">', text) == [t.subject for t in tables.of(made)]
-    drawn = {path.stem for path in (tmp_path / pages.PLOTS).iterdir()}
-    assert drawn == {"loops", "host", "kernels", "training", "clip"}
-
-
 @pytest.mark.parametrize(
     ("second", "ratio", "verdict"),
     [

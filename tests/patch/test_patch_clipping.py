@@ -106,10 +106,11 @@ def test_parts_and_arguments_of_torch() -> None:
         with ampfast.patch(clip_grad_norm=True):
             torch.testing.assert_close(clipped(order), theirs)
     with (
-        ampfast.patch(clip_grad_norm=True),
         pytest.raises(RuntimeError, match=r"order 2\.0 for gradients .* is non-finite"),
+        ampfast.patch(clip_grad_norm=True),
     ):
         nn.utils.get_total_norm([torch.tensor([torch.inf])], error_if_nonfinite=True)
+    assert held() == TORCHS
 
 
 def test_a_loop_equals_our_own_clipping() -> None:

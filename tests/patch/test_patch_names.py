@@ -88,18 +88,6 @@ def test_blocks_and_calls(calls: str, expected: str) -> None:
     assert seen == expected
 
 
-def test_results_are_blocks() -> None:
-    first, second = ampfast.patch(), ampfast.patch()
-    assert (second.replaced, second.derived_before) == (first.replaced, first.derived_before)
-    with second:
-        assert is_patched()
-    assert is_patched(), "the first one ends it"
-    with pytest.raises(ZeroDivisionError), first as entered:
-        assert entered is first and set(NAMES) <= set(first.replaced)
-        raise ZeroDivisionError
-    assert not is_patched()
-
-
 def test_classes_derived_before_are_listed_once(module: Callable[..., ModuleType]) -> None:
     code = """
         import ampfast, torch

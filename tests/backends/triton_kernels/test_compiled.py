@@ -59,8 +59,8 @@ def code_of(kernel: Any, registers: int = 255) -> str:
         assert not re.search(r"\bscratch_(load|store)", code)
         return code
     used, code = usage(kernel), kernel.asm["ptx"]
-    assert (used.stack, used.local) == (0, 0)
-    assert used.registers <= registers
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
+    assert used["REG"] <= registers
     for refused in (r"\.ftz\b", r"\.approx\b", r"\bdiv\.full\b", r"\bfma\b", r"\bmad\.\w+\.f\d\d"):
         assert not re.search(refused, code), refused
     return code

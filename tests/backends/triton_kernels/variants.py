@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels import Track
+from support.models import track_for
 
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
@@ -167,19 +167,13 @@ def table_of(dtype: torch.dtype, device: torch.device = CPU) -> core.DeviceTable
     return core.DeviceTable.of(grads, False)
 
 
-def track(device: torch.device = CPU) -> Track:
-    """Tables of one parameter."""
-    marks = torch.zeros(1, core.MARK_WORDS, dtype=torch.int64, device=device)
-    return Track(marks, torch.zeros((), dtype=torch.int64, device=device))
-
-
 def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
     """The pass of a variant."""
     one = torch.ones((), device=device)
     tracker = torch.zeros((), dtype=torch.int32, device=device)
     flags = [one] if variant.other else []
     update = Update(one, tracker, flags, 2.0, 0.5, 2000, STATE.to(device))
-    tables = track(device) if variant.marks else None
+    track = track_for(1, device=device) if variant.marks else None
     wide = torch.promote_types(variant.dtype, torch.float32)
     return Pass(
         variant.write,
@@ -190,8 +184,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         coefficient=one.double() if variant.coefficient else None,
         clip=clip_of(wide, False, False, False, device) if variant.clip else None,
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
-        marks=None if tables is None else tables.marks,
-        now=None if tables is None else tables.now,
+        **({} if track is None else track._asdict()),
         ending=Ending(update, one) if variant.updates else None,
     )
 
@@ -274,17 +267,11 @@ def compiled_clip(target: str, norm: torch.dtype, *switches: bool) -> Any:
     return _compiled("clip_coefficient", lambda: launch.clip_coefficient(clip), target)
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Resources of a kernel per thread, as assigned by ptxas."""
+def usage(kernel: Any) -> dict[str, int]:
+    """Bytes of `STACK` and `LOCAL` memory and registers (`REG`) per thread, as ptxas gives them.
 
-    registers: int
-    stack: int
-    local: int
-
-
-def usage(kernel: Any) -> Usage:
-    """Reads the resources of a cubin with the tool bundled with Triton."""
+    By the tool that Triton has beside it.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
@@ -292,5 +279,5 @@ def usage(kernel: Any) -> Usage:
         shown = subprocess.run(
             [tool, "-res-usage", path], capture_output=True, text=True, check=True
         ).stdout
-    numbers = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown))
-    return Usage(int(numbers["REG"]), int(numbers["STACK"]), int(numbers["LOCAL"]))
+    found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown)
+    return {name: int(number) for name, number in found}
