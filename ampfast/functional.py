@@ -201,7 +201,7 @@ def _grad_norm(
 
 
 def _found(tensors: list[Tensor], writes: bool = False) -> core.Found:
-    return core.Finder(backends.choose()).find_over(tensors, writes)
+    return backends.choose().finder.find_over(tensors, writes)
 
 
 def _run(op: Any, how: Factor, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:

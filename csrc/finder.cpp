@@ -555,7 +555,8 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
       kept.emplace(terms);
     }
     // Norms that are only kept change nothing.
-    const bool matters = aim != Aim::kStep || py::tuple(rule)[0].cast<double>() != INFINITY;
+    const bool matters =
+        aim != Aim::kStep || (!rule.is_none() && py::tuple(rule)[0].cast<double>() != INFINITY);
     if (matters && !std::exchange(warned_of_shared_memory, true)) {
       of_python("ampfast.gradients", "warn_of_shared_memory")();
     }

@@ -110,10 +110,19 @@ PyObject* update_by(PyObject* const* args) {
   return is_done ? nullptr : made.release().ptr();
 }
 
+// The record of an optimizer, which is made if there is none.
+py::object record_of(py::handle records, PyObject* optimizer) {
+  static PyObject* const known = PyUnicode_InternFromString("known");
+  const auto key = owned<py::object>(PyLong_FromVoidPtr(optimizer));
+  const py::dict there = py::getattr(records, known);
+  PyObject* const record = PyDict_GetItemWithError(there.ptr(), key.ptr());
+  return record != nullptr ? py::reinterpret_borrow<py::object>(record)
+                           : py::getattr(records, "of")(py::handle(optimizer));
+}
+
 // turn_of(records, turns, optimizer) -> the optimizer's turn in an iteration, which may begin here
 PyObject* turn_of(PyObject* const* args) {
   static PyObject* const type = py::object(of_python("ampfast.gradients", "Turn")).release().ptr();
-  static PyObject* const known = PyUnicode_InternFromString("known");
   static PyObject* const last_turn = PyUnicode_InternFromString("turn");
   static PyObject* const its_record = PyUnicode_InternFromString("record");
   static const py::handle flags = PyUnicode_InternFromString("found_inf_per_device");
@@ -122,13 +131,8 @@ PyObject* turn_of(PyObject* const* args) {
   static PyObject* const ready =
       py::object(of_python("ampfast.gradients", "READY")).release().ptr();
   const auto key = owned<py::object>(PyLong_FromVoidPtr(args[2]));
-  const py::dict records = py::getattr(args[0], known);
   const auto turns = py::reinterpret_borrow<py::dict>(args[1]);
-  auto record =
-      py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(records.ptr(), key.ptr()));
-  if (!record) {
-    record = py::getattr(args[0], "of")(py::handle(args[2]));
-  }
+  const py::object record = record_of(args[0], args[2]);
   const py::object last = py::getattr(record, last_turn);
   auto turn = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turns.ptr(), key.ptr()));
   if (turn && turn.is(last)) {
@@ -210,28 +214,28 @@ py::object kinds_of(PyObject* params) {
   return py::bytes(reinterpret_cast<const char*>(kinds.data()), kinds.size() * sizeof(uint16_t));
 }
 
-// claim_of(optimizer) -> None unless it, or else its class, says that it takes grad_scale; else a
-// list of what decides whether it does: its class, that word and, of each group, "fused" and the
-// kinds of its parameters
-PyObject* claim_of(PyObject* const* args) {
+// Nothing unless an optimizer, or else its class, says that it takes grad_scale; else a list of
+// what decides whether it does: its class, that word and, of each group, "fused" and the kinds of
+// its parameters.
+std::optional<py::list> claim_of(PyObject* optimizer) {
   static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
   static PyObject* const groups_name = PyUnicode_InternFromString("param_groups");
   static PyObject* const fused = PyUnicode_InternFromString("fused");
   static PyObject* const params = PyUnicode_InternFromString("params");
-  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(args[0]));
-  const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(optimizer));
+  const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(optimizer, nullptr));
   PyErr_Clear();  // it may have no __dict__
   PyObject* word = own ? PyDict_GetItemWithError(own.ptr(), flag) : nullptr;
   if (word == nullptr || word == Py_None) {
-    word = _PyType_Lookup(Py_TYPE(args[0]), flag) == Py_True ? Py_True : Py_False;
+    word = _PyType_Lookup(Py_TYPE(optimizer), flag) == Py_True ? Py_True : Py_False;
   }
   if (PyObject_IsTrue(word) != 1) {
-    return nullptr;
+    return std::nullopt;
   }
   py::list claim;
   claim.append(py::handle(type));
   claim.append(py::handle(word));
-  const py::object groups = py::getattr(args[0], groups_name, py::none());
+  const py::object groups = py::getattr(optimizer, groups_name, py::none());
   if (PyList_Check(groups.ptr())) {
     for (const py::handle group : py::list(groups)) {
       if (PyDict_Check(group.ptr())) {
@@ -241,7 +245,35 @@ PyObject* claim_of(PyObject* const* args) {
       }
     }
   }
-  return claim.release().ptr();
+  return claim;
+}
+
+// divides_by_itself(records, optimizer) -> whether its step divides by grad_scale and skips by
+// found_inf; its record keeps the answer until the claim or torch's kernels change
+PyObject* divides_by_itself(PyObject* const* args) {
+  static PyObject* const module =
+      py::module_::import("ampfast.optim.fused_support").release().ptr();
+  static PyObject* const torch = py::module_::import("torch").release().ptr();
+  static PyObject* const operators = PyUnicode_InternFromString("operators");
+  static PyObject* const divides = PyUnicode_InternFromString("divides");
+  std::optional<py::list> claim = claim_of(args[1]);
+  if (!claim) {
+    return Py_NewRef(Py_False);
+  }
+  claim->append(py::getattr(module, operators)(py::handle(torch)));
+  const py::object record = record_of(args[0], args[1]);
+  const py::object known = py::getattr(record, divides);
+  if (!known.is_none()) {
+    const int is_same = PyObject_RichCompareBool(py::tuple(known)[0].ptr(), claim->ptr(), Py_EQ);
+    if (is_same < 0) {
+      throw py::error_already_set();
+    }
+    if (is_same == 1) {
+      return py::object(py::tuple(known)[1]).release().ptr();
+    }
+  }
+  const auto decide = py::getattr(module, "decide_division");
+  return decide(py::handle(args[1]), record, *claim).release().ptr();
 }
 
 // drop_unheld(values) drops the tensors of a dict that are held by nothing else.
@@ -270,7 +302,7 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<is_found, 1>(m, "is_found");
   add_call<flag_of, 1>(m, "flag_of");
-  add_call<claim_of, 1>(m, "claim_of");
+  add_call<divides_by_itself, 2>(m, "divides_by_itself");
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");

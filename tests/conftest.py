@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.launchers import VARIABLE, ReferenceLauncher, compiled, patch_once_a_launch
+from support.launchers import VARIABLE, ReferenceLauncher, compiled, patch_once_a_launch, serve_by
 
 import ampfast
-from ampfast import _C, backends
+from ampfast import _C
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.cli import info
 
@@ -69,8 +69,7 @@ def _fixed_seed() -> None:
 def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives CPU tensors the kernels of `AMPFAST_TEST_KERNELS`."""
     if (launcher := compiled()) is not None:
-        kernels = DeviceKernels(launcher)
-        monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
+        serve_by(DeviceKernels(launcher), monkeypatch)
 
 
 @pytest.fixture
@@ -122,8 +121,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReferenceLauncher]:
     """Launcher of device kernels for CPU tensors."""
     launcher = ReferenceLauncher()
-    kernels = DeviceKernels(launcher)
-    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
+    serve_by(DeviceKernels(launcher), monkeypatch)
     _C.clear_tables()
     yield launcher
     _C.clear_tables()

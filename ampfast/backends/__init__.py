@@ -8,7 +8,7 @@ import sysconfig
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -145,7 +145,10 @@ class Choice:
 
     Attributes:
         devices: Device types whose gradients go through kernels, as a bit set for the core.
+        finder: What finds gradients for functions, which no scaler belongs to.
     """
+
+    finder = cached_property(lambda self: core.Finder(self))
 
     def __init__(self, name: str | None) -> None:
         self._name = name

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten, core
+from ampfast.backends import aten
 from ampfast.backends.aten import p_norm
 from ampfast.backends.core import Factor, Found, Pass
 from ampfast.backends.scalars import allocate, any_found, moved, new_flag, widest
 from ampfast.clip.norm_history import ClipLimit, Sigmas, clip_limit_of, skip_limit_of
 from ampfast.distributed import Agreement, Layout, LocalShards, marks_of
 from ampfast.errors import float_of
-from ampfast.gradients import READY, Flags, Record
-from ampfast.optim.fused_support import divides_by_itself, takes_grad_scaler
+from ampfast.gradients import READY, Flags
 
 # Orders whose norm is computed in the pass of the check.
 FUSED_ORDERS = (2.0, math.inf)
@@ -244,33 +243,3 @@ def optimizers_of(optimizer: object) -> list[Any]:
         if len({id(param) for param in params}) < len(params):
             raise ValueError("two optimizers share a parameter, which would be unscaled twice")
     return list(given)
-
-
-def can_defer(optimizer: Any, record: Record, overridden: bool) -> bool:
-    """Whether an optimizer can clip in its step; raises ValueError if it cannot even unscale."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise ValueError(
-            f"in_place=False needs an optimizer that takes grad_scale, which "
-            f"{type(optimizer).__name__} does not: create it with fused=True, or use "
-            "in_place=True"
-        )
-    if not divides_by_itself(optimizer, record, core.claim_of(optimizer)):
-        return False
-    if takes_grad_scaler(optimizer.step):
-        return False
-    if hasattr(optimizer, "grad_scale"):
-        raise own_grad_scale(optimizer)
-    if overridden:
-        raise ValueError(
-            "in_place=False would bypass this scaler's override of unscale_, _unscale_grads_ or "
-            "_check_inf_per_device: use in_place=True"
-        )
-    return True
-
-
-def own_grad_scale(optimizer: object) -> ValueError:
-    """Returns the error for an optimizer whose user set what is to clip in its step."""
-    return ValueError(
-        f"in_place=False sets the grad_scale of {type(optimizer).__name__}, which has one already: "
-        "delete it, or use in_place=True"
-    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Kernels, core
-from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use
+from ampfast.backends.core import Aim, Clip, Factor, Pass, Use
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.backends.scalars import allocate, moved, widest
 from ampfast.clip.global_norm import FUSED_ORDERS
@@ -72,15 +72,17 @@ def clip_grad_norm_(
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, GeneratorType):
         warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
-    given, finder = _numbers(norm_type, max_norm), Finder(backends.choose())
-    found = None if given is None else _found(finder, listed)
-    dtype = None if found is None else found.dtype
-    if given is not None and given[0] == math.inf and _refuses(listed):
-        found = None
-    clipped = None
-    if found is not None and given is not None and dtype is not None:
+    given, clipped = _numbers(norm_type, max_norm), None
+    order, limit = given or (0.0, 0.0)
+    finder, found = (None, None) if given is None else _found(listed)
+    dtype = None if found is None or (order == math.inf and _refuses(listed)) else found.dtype
+    if finder is not None and found is not None and dtype is not None:
         try:
-            clipped = _clipped(finder, found, dtype, *given, error_if_nonfinite)
+            if error_if_nonfinite:
+                clipped = _clipped_if_finite(found, dtype, order, limit)
+            else:
+                norm = finder.norm([found], [Turn()], _USES, _CLIP, limit, order, None)
+                clipped = norm if dtype in _WIDE else norm.to(dtype)
         except RuntimeError:
             if error_if_nonfinite or not is_capturing():
                 raise
@@ -169,7 +171,7 @@ def clip_grads_with_norm_(
     is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
     is_plain = is_plain and total_norm.is_floating_point()
     is_known = given is not None and is_plain
-    found = _found(Finder(backends.choose()), listed) if is_known else None
+    _, found = _found(listed) if is_known else (None, None)
     if given is None or found is None or found.dtype is None:
         torch_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
     else:
@@ -204,27 +206,17 @@ def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | 
     return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
 
 
-def _found(finder: Finder, params: list[Tensor]) -> core.Found | None:
+def _found(params: list[Tensor]) -> tuple[core.Finder, core.Found | None]:
     """The gradients of parameters, about to be written; None if torch's function refuses them."""
+    finder = backends.choose().finder
     try:
-        return finder.find_in([{"params": params}], True, True)
+        return finder, finder.find_in([{"params": params}], True, True)
     except (RuntimeError, AssertionError):
-        return None
+        return finder, None
 
 
-def _clipped(
-    finder: Finder,
-    found: core.Found,
-    dtype: torch.dtype,
-    order: float,
-    limit: float,
-    raises: bool,
-) -> Tensor:
-    """Norm of gradients, which are clipped; if it `raises`, they are measured before."""
-    if not raises:
-        given = ([found], [Turn()], _USES, _CLIP, limit, order, None)
-        norm: Tensor = finder.norm(*given)
-        return norm if dtype in _WIDE else norm.to(dtype)
+def _clipped_if_finite(found: core.Found, dtype: torch.dtype, order: float, limit: float) -> Tensor:
+    """Norm of gradients, which are clipped; it raises before if it is inf or NaN."""
     _, [sums] = found.run(Pass(False, Factor.NONE), None, None, True)
     [device] = found.devices
     kernels = backends.choose().kernels_for(device)

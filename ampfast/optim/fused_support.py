@@ -20,7 +20,7 @@ from ampfast.backends import core
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.backends.scalars import allocate, new_flag
 from ampfast.errors import add_note, warn_caller
-from ampfast.gradients import Record
+from ampfast.gradients import Record, Records
 from ampfast.optim.master_weights import MasterWeights
 
 # By the id of a callable that lives: reading a signature takes longer than checking a thousand
@@ -138,28 +138,51 @@ _FLAG = "_step_supports_amp_scaling"
 _warned: set[tuple[Any, ...]] = set()
 
 
-def divides_by_itself(optimizer: Any, record: Record, claim: list[Any] | None) -> bool:
+def can_defer(optimizer: Any, records: Records, overridden: bool) -> bool:
+    """Whether an optimizer can clip in its step; raises ValueError if it cannot even unscale."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            f"in_place=False needs an optimizer that takes grad_scale, which "
+            f"{type(optimizer).__name__} does not: create it with fused=True, or use "
+            "in_place=True"
+        )
+    if takes_grad_scaler(optimizer.step) or not core.divides_by_itself(records, optimizer):
+        return False
+    if hasattr(optimizer, "grad_scale"):
+        raise own_grad_scale(optimizer)
+    if overridden:
+        raise ValueError(
+            "in_place=False would bypass this scaler's override of unscale_, _unscale_grads_ or "
+            "_check_inf_per_device: use in_place=True"
+        )
+    return True
+
+
+def own_grad_scale(optimizer: object) -> ValueError:
+    """Returns the error for an optimizer whose user set what is to clip in its step."""
+    return ValueError(
+        f"in_place=False sets the grad_scale of {type(optimizer).__name__}, which has one already: "
+        "delete it, or use in_place=True"
+    )
+
+
+def decide_division(optimizer: Any, record: Record, claim: list[Any]) -> bool:
     """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
 
     Its class says so, or the object itself if torch's constructor made it: what it has from another
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
-    host skips its step. Its record keeps the answer until what decides it changes: `claim`, of
-    `core.claim_of`, and torch's kernels.
+    host skips its step. `core.divides_by_itself` asks once for each claim, of what may decide it:
+    its record keeps the answer.
     """
-    if claim is None:
-        return False
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return getattr(kind, _FLAG, None) is True
-    seen = [*claim, operators(torch)]
-    if record.divides is not None and record.divides[0] == seen:
-        return record.divides[1]
     divides, is_final = False, True
     if getattr(kind, _FLAG, None) is True or _is_made_by_torch(optimizer):
         divides, is_final = _divides_rightly(optimizer)
     if is_final:
-        record.divides = seen, divides
+        record.divides = claim, divides
     return divides
 
 

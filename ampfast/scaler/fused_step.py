@@ -10,9 +10,13 @@ from torch import Tensor
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, flag_of
 from ampfast.backends.cuda_graphs import refuse_capture
-from ampfast.clip import global_norm
 from ampfast.gradients import READY, UNSCALED, Turn, new_turn
-from ampfast.optim.fused_support import lacks_momentum, legacy_step, takes_grad_scaler
+from ampfast.optim.fused_support import (
+    lacks_momentum,
+    legacy_step,
+    own_grad_scale,
+    takes_grad_scaler,
+)
 from ampfast.scaler.passes import Passes, begin, joint_flags
 
 
@@ -22,18 +26,17 @@ def step_fused(
     optimizer: Any,
     turn: Turn,
     scale: Tensor,
-    launches: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> float | None:
     """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself.
 
-    Its gradients are only read before. `launches`: kernels that are launched may copy the scale.
+    Its gradients are only read before.
     """
     # Whose step is to clip does not.
     if turn.divisor is None and takes_grad_scaler(optimizer.step):
         return legacy_step(optimizer, scaler, args, kwargs)
-    found_inf, grad_scale = _found_by_division(passes, optimizer, turn, scale, launches)
+    found_inf, grad_scale = _found_by_division(passes, optimizer, turn, scale)
     flags = turn["found_inf_per_device"]
     turn.last_flags = flags  # there may be none
     try:
@@ -66,7 +69,7 @@ def step_fused(
 
 
 def _found_by_division(
-    passes: Passes, optimizer: Any, turn: Turn, scale: Tensor, launches: bool
+    passes: Passes, optimizer: Any, turn: Turn, scale: Tensor
 ) -> tuple[Any, Any]:
     """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
     if passes.is_guard and turn["stage"] is READY:
@@ -75,17 +78,17 @@ def _found_by_division(
     deferred = turn.divisor
     if deferred is not None:
         if hasattr(optimizer, "grad_scale"):
-            raise global_norm.own_grad_scale(optimizer)
+            raise own_grad_scale(optimizer)
         grad_scale: Any = deferred.clone()
     elif is_unscaled:
         grad_scale = getattr(optimizer, "grad_scale", None)
     elif hasattr(optimizer, "grad_scale"):
         grad_scale = scale * optimizer.grad_scale
-        if passes.skip_limit is not None:
-            grad_scale = passes.check_by_scale(optimizer, turn, grad_scale, launches)
+        if passes.measures:
+            grad_scale = passes.check_by_scale(optimizer, turn, grad_scale)
             is_new = True
     else:
-        grad_scale, is_new = passes.check_by_scale(optimizer, turn, scale, launches), True
+        grad_scale, is_new = passes.check_by_scale(optimizer, turn, scale), True
     if not is_new and deferred is None and isinstance(grad_scale, Tensor):
         work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
         found = new_turn() if is_unscaled else turn

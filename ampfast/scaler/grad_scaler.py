@@ -14,18 +14,25 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import backends, distributed
 from ampfast.backends import cuda_graphs, scalars
-from ampfast.backends.core import Factor, Pass, claim_of, flags_of, is_found, overrides, turn_of
+from ampfast.backends.core import (
+    Factor,
+    Pass,
+    divides_by_itself,
+    flags_of,
+    is_found,
+    overrides,
+    turn_of,
+)
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import new_flag
 from ampfast.clip import global_norm
-from ampfast.clip.global_norm import can_defer
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, sigmas_limit, skip_limit_of
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport, require_known
 from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.gradients import READY, STEPPED, UNSCALED, Flags, Records, TorchGradScaler, new_turn
-from ampfast.optim.fused_support import divides_by_itself, explain, flag_unchecked, why_unchecked
+from ampfast.optim.fused_support import can_defer, explain, flag_unchecked, why_unchecked
 from ampfast.scaler import late_backward, out_of_turn
 from ampfast.scaler.checkpoint import explained, require_loadable
 from ampfast.scaler.fused_step import step_fused
@@ -364,13 +371,8 @@ class GradScaler(TorchGradScaler):
             if overridden:
                 result = step_hooked(self, optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
-            elif turn.divisor is not None or (
-                (claim := claim_of(optimizer)) is not None
-                and divides_by_itself(optimizer, turn.record, claim)
-            ):
-                launches = isinstance(self._kernels, DeviceKernels)
-                given = (passes, optimizer, turn, scale, launches)
-                result = step_fused(self, *given, args, kwargs)
+            elif turn.divisor is not None or divides_by_itself(self._records, optimizer):
+                result = step_fused(self, passes, optimizer, turn, scale, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
@@ -445,15 +447,17 @@ class GradScaler(TorchGradScaler):
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
         ending, turns = None, {}
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
-            if self._scale is None or self._growth_tracker is None:
-                self._checked_scale("step", optimizers[-1])
-            turns = self._per_optimizer_states
-            others = {**turns}
-            others.pop(id(optimizers[-1]), None)
-            flags = flags_of(others, self._passes.agree) if others else []
-            factors = self._growth_factor, self._backoff_factor, self._growth_interval
-            given = (self._scale, self._growth_tracker, flags, factors, self._kernels)
-            ending = self._loss_scale.ending(*given)
+            scale, turns = self._scale, self._per_optimizer_states
+            if scale is None or self._growth_tracker is None:
+                scale = self._checked_scale("step", optimizers[-1])
+            growth_tracker = self._growth_tracker
+            if growth_tracker is not None and isinstance(self._kernels, DeviceKernels):
+                others = {**turns}
+                others.pop(id(optimizers[-1]), None)
+                flags = flags_of(others, self._passes.agree) if others else []
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                given = (scale, growth_tracker, flags, factors, self._kernels)
+                ending = self._loss_scale.ending(*given)
         try:
             for optimizer in optimizers[-1:]:
                 if ending is not None:
@@ -527,14 +531,14 @@ class GradScaler(TorchGradScaler):
         if scale is None or self._growth_tracker is None or overridden:
             scale = self._checked_scale("clip_grad_norm_", *optimizers)
         states, records = self._per_optimizer_states, self._records
-        defers, turns = None, []
         for each in optimizers:
             if (turn := states.get(id(each))) is not None and turn["stage"] is not READY:
                 out_of_turn.require_ready(turn, out_of_turn.CLIP_IN_PLACE, each)
+        defers, turns = None, []
         if not in_place:
             defers = []
             for each in optimizers:
-                defers.append(can_defer(each, records.of(each), overridden))
+                defers.append(can_defer(each, records, overridden))
         for each in optimizers:
             turns.append(turn_of(records, states, each))
         if highest is not None:

@@ -167,15 +167,13 @@ class LossScale:
 
     def ending(
         self,
-        scale: Tensor | None,
-        growth_tracker: Tensor | None,
+        scale: Tensor,
+        growth_tracker: Tensor,
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
-        kernels: Kernels,
+        kernels: DeviceKernels,
     ) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""
-        if scale is None or growth_tracker is None or not isinstance(kernels, DeviceKernels):
-            return None
         is_known = list(map(type, factors)) == [float, float, int]
         numbers = factors if is_known else _factors(factors)
         if numbers is None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from ampfast.backends.core import claim_of
+from ampfast.backends.core import divides_by_itself
 from ampfast.gradients import READY, TorchGradScaler, Turn
 from ampfast.optim.fused_support import (
-    divides_by_itself,
     explain,
     legacy_step,
     no_inf_checks,
@@ -65,7 +64,7 @@ def step_hooked(
     Except for an optimizer that torch would misjudge, or warn of at a line of this file.
     """
     asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-    divides = asks and divides_by_itself(optimizer, turn.record, claim_of(optimizer))
+    divides = asks and divides_by_itself(scaler._records, optimizer)
     is_legacy = divides and takes_grad_scaler(optimizer.step)
     if not asks or (divides and not is_legacy):
         return torchs_step(scaler, optimizer, args, kwargs)

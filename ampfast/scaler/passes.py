@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use, riding
-from ampfast.backends.gpu import Ending
+from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import allocate, inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
 from ampfast.gradients import READY, UNSCALED, Flags, Turn, is_unscaled, new_turn
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _SCALED, _DEFERRED, _AS_THEY_ARE = [Use.SCALED], [Use.DEFERRED], [Use.AS_THEY_ARE]
 # Members of enums, which are slow to read from a class.
 _MEASURE, _STEP, _CLIP, _CLIP_DECIDED = Aim
+_OF_A_STEP = _STEP, math.inf, 2.0
 
 
 class Passes:
@@ -36,19 +37,20 @@ class Passes:
     Attributes:
         agree: Gives a turn, which has an agreement until then, the flags of all ranks.
         is_guard: Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
-        skip_limit: `skip_above`, or infinity where norms are only kept.
+        measures: Whether a step takes the norm, which is kept or compared with `skip_above`.
     """
 
     def __init__(self, scaler: Any) -> None:
-        keeps_norms, limit = scaler._track == "norms", scaler._skip_above
-        self.skip_limit = math.inf if keeps_norms and limit is None else limit
+        keeps_norms, self._skip_above = scaler._track == "norms", scaler._skip_above
+        self.measures = keeps_norms or self._skip_above is not None
+        self._choice, self._launches = scaler._choice, False
         self._ranks: Ranks = scaler._ranks
         self._loss_scale: LossScale = scaler._loss_scale
         self._histories: NormHistories = scaler._norm_histories
         self.is_guard, self._is_alone = scaler._is_guard, scaler._ranks.is_alone
         self._scale: Tensor | None = None
         self._unscaling = self._dividing = Pass(False, Factor.NONE)
-        self._finder = finder = Finder(scaler._choice)
+        self._finder = finder = Finder(self._choice)
         self.agree = finder.agree
         finder.ranks, finder.tracking = scaler._ranks, scaler._reports.tracking
         finder.has_group, finder.keeps_norms = not self._is_alone, keeps_norms
@@ -66,6 +68,7 @@ class Passes:
         self._dividing = Pass(False, Factor.DIVIDE, divisor)
         words = self._loss_scale.words_on(scale.device)
         self._finder.set_scale(scale, words, self._unscaling, self._dividing)
+        self._launches = isinstance(self._choice.kernels_for(scale.device), DeviceKernels)
         # The factors of another scale are copies.
         self._scale = scale if scale.dtype is torch.float32 else None
 
@@ -81,8 +84,8 @@ class Passes:
         """Unscales an optimizer's gradients, whose turn gets flags on which all ranks agree."""
         if self._scale is not scale:
             self._take_scale(scale)
-        if self.skip_limit is not None:
-            self._measure_step(self.skip_limit, optimizer, turn, scale, _SCALED)
+        if self.measures:
+            self._norm([optimizer], [turn], _SCALED, *_OF_A_STEP, self._skip_above, scale)
             return
         work = self._unscaling
         if turn.ending is not None:
@@ -97,25 +100,24 @@ class Passes:
         flags: Flags = self._finder.take(optimizer, turn, work, True)
         return flags
 
-    def check_by_scale(self, optimizer: Any, turn: Turn, scale: Tensor, ends: bool) -> Any:
+    def check_by_scale(self, optimizer: Any, turn: Turn, scale: Tensor) -> Any:
         """Checks still scaled gradients; returns the scale by which the optimizer divides them.
 
         Args:
             optimizer: The optimizer.
             turn: Its turn.
             scale: The scale, times that of the optimizer if it has one.
-            ends: Whether kernels that are launched may copy the scale.
         """
         if self._scale is not scale:
             self._take_scale(scale)
         before = turn["found_inf_per_device"] if turn.is_measured else {}
-        if self.skip_limit is not None and not turn.is_measured:
-            self._measure_step(self.skip_limit, optimizer, turn, scale, _DEFERRED)
+        if self.measures and not turn.is_measured:
+            self._norm([optimizer], [turn], _DEFERRED, *_OF_A_STEP, self._skip_above, scale)
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
         work, ending = self._dividing, None
-        if ends and scale.dtype is torch.float32:
+        if self._launches and scale.dtype is torch.float32:
             ending, turn.ending = turn.ending or Ending(None, scale), None
             work = riding(work, ending) if self._is_alone else work
         flags: Flags = self._finder.take(optimizer, turn, work, True)
@@ -200,12 +202,6 @@ class Passes:
         words = None if rows is None else self._loss_scale.words
         flags: Flags = found.run(work, rows, words, False)
         return flags
-
-    def _measure_step(
-        self, limit: float | Sigmas, optimizer: Any, turn: Turn, scale: Tensor, uses: list[Use]
-    ) -> None:
-        """Unscales, or lets the step divide, and skips a step of a norm above the limit."""
-        self._norm([optimizer], [turn], uses, _STEP, math.inf, 2.0, limit, scale)
 
     def _norm(
         self,

@@ -19,13 +19,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampfast import GradScaler, backends
+from ampfast import GradScaler
 from ampfast.backends import core, cuda_graphs
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.clip import norm_history
 from ampfast.gradients import Turn
 from ampfast.scaler import grad_scaler, max_skips
 from support.comparison import assert_same
+from support.launchers import serve_by
 from support.steps import take_step
 
 SHAPE = (37, 129)
@@ -286,7 +287,7 @@ class Capturing:
         self.graph = Capture()
         graph = self.graph
         kernels = _Kernels(launcher, graph)
-        monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
+        serve_by(kernels, monkeypatch)
         for module in (cuda_graphs, grad_scaler, max_skips, norm_history):
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import _C
-from ampfast.backends import aten, cpu
+from ampfast import _C, backends
+from ampfast.backends import aten, core, cpu
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
 from ampfast.scaler import grad_scaler, passes
 
@@ -33,6 +33,12 @@ def read_flags_as_on_a_gpu(monkeypatch: Any, names: Any) -> None:
     """By an op; `names` decorates what the host does before a step in its own memory."""
     monkeypatch.setattr(passes, "begin", names(passes.begin))
     monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
+
+
+def serve_by(kernels: Any, monkeypatch: Any) -> None:
+    """Gives every device these kernels."""
+    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
+    monkeypatch.setattr(backends.Choice, "finder", property(core.Finder))  # which keeps kernels
 
 
 @dataclass
