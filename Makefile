@@ -119,7 +119,7 @@ coverage: build/built  ## measure which lines of ampfast/ the tests run
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
-hostile: build/built  ## stress tests: sanitizers, threads, failing allocations, damaged states, interrupts
+hostile: build/built  ## stress tests: sanitizers, threads, failing allocations, interrupts
 	$(RUN) tests/hostile $(ARGS)
 
 mutants: build/built  ## change ampfast line by line: which changes does no test notice?

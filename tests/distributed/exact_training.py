@@ -96,6 +96,18 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def plant(params: Iterable[Tensor], step: int = 0) -> None:
+    """Makes one element of this rank's first gradient with local elements infinite."""
+    grads = [local(param.grad) for param in params if param.grad is not None]
+    for grad in [grad for grad in grads if grad.numel()][:1]:
+        grad.view(-1)[step % grad.numel()] = torch.inf
+
+
 @dataclass
 class Trace:
     """Record of a training.

@@ -62,19 +62,18 @@ class RanksFailedError(AssertionError):
     """Error with the failures of all ranks."""
 
 
-def run(job: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = JOB_SECONDS) -> Any:
+def run(job: Callable[..., Any], *args: Any, ranks: int = 2) -> Any:
     """Runs `job(*args)` on every rank of a new gloo world and returns the values by rank.
 
     Args:
         job: Importable function, which asks `torch.distributed` for its rank.
         *args: Picklable arguments.
         ranks: World size.
-        seconds: Time limit.
 
     Raises:
         RanksFailedError: If a rank raises, dies or does not end.
     """
-    outcomes = attempt(job, *args, ranks=ranks, seconds=seconds)
+    outcomes = attempt(job, *args, ranks=ranks)
     failed = [f"rank {i}: {o.error}\n{o.details}" for i, o in enumerate(outcomes) if o.error]
     if failed:
         raise RanksFailedError("\n".join(failed))
@@ -99,12 +98,7 @@ def _each(job: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any
     return values
 
 
-def attempt(
-    job: Callable[..., Any],
-    *args: Any,
-    ranks: int = 2,
-    seconds: float = JOB_SECONDS,
-) -> list[Outcome]:
+def attempt(job: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Outcome]:
     """As `run`, but returns the outcome of every rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -121,7 +115,7 @@ def attempt(
                 there.close()
                 pipes.append(here)
                 processes.append(process)
-            return _outcomes(pipes, processes, Path(folder), seconds)
+            return _outcomes(pipes, processes, Path(folder))
         finally:
             for pipe in pipes:
                 pipe.close()
@@ -131,11 +125,9 @@ def attempt(
                 process.join()
 
 
-def _outcomes(
-    pipes: list[Connection], processes: list[Any], folder: Path, seconds: float
-) -> list[Outcome]:
+def _outcomes(pipes: list[Connection], processes: list[Any], folder: Path) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + JOB_SECONDS
     while len(outcomes) < len(pipes) and (left := deadline - time.monotonic()) > 0:
         for pipe in wait([p for i, p in enumerate(pipes) if i not in outcomes], left):
             rank = pipes.index(pipe)

@@ -15,14 +15,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS, SCALERS, Heads, batches_of
+from exact_training import OPTIMIZERS, SCALERS, Heads, batches_of, plant
 from support.comparison import assert_same
 from support.steps import Training as One
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as sharding
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from ampfast import GradScaler
 
@@ -75,7 +74,7 @@ class Training:
             self.optimizer.zero_grad()
             self.scaler.scale(batches(step, 0).loss(self.model) / mine).backward()
             if step in OVERFLOWS and dist.get_rank() == dist.get_world_size() - 1:
-                self.plant()
+                plant(self.model.parameters())
             self.scaler.step(self.optimizer)
             self.scaler.update()
             params = sharding.get_model_state_dict(
@@ -84,13 +83,6 @@ class Training:
             sums = [zlib.crc32(p.detach().numpy().tobytes()) for p in params.values()]
             trace.append([step, self.scaler.state_dict(), sums])
         return trace
-
-    @torch.no_grad()
-    def plant(self) -> None:
-        """Makes one element of this rank's gradients infinite."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        mine = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        next(g for g in mine if g.numel()).view(-1)[0] = INF
 
     def state(self, **options: bool) -> dict[str, Any]:
         model, optimizer = sharding.get_state_dict(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import ranks
-import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS, SETTINGS, Heads, batches_of
+from exact_training import OPTIMIZERS, SETTINGS, Heads, batches_of, local
 from support.comparison import assert_same
 from support.steps import take_step
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,10 +23,6 @@ from ampfast import GradScaler
 HEALTHY_STEPS = 2
 # Timeout of the last step: ranks that wait for other waiting ranks see no connection end.
 PATIENCE = timedelta(seconds=2)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach().clone()
 
 
 def trained(setting: str, kind: str, way: str, end: str) -> str | None:
@@ -51,7 +46,7 @@ def trained(setting: str, kind: str, way: str, end: str) -> str | None:
         loss = scaler.scale(batches(step, 0).loss(model))
         if last and rank == 1 and end == "in backward":
             loss.register_hook(lambda grad: os._exit(9))
-        before = [local(p) for p in params], scaler._scale.clone()
+        before = [local(p).clone() for p in params], scaler._scale.clone()
         if last:
             _set_pg_timeout(PATIENCE)
         try:

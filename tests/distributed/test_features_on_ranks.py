@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import whole
+from exact_training import local, whole
 from support.steps import take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,8 +119,7 @@ def reports_of(layout: str) -> list[list[Any]]:
             for param in params:
                 fill(scaler, param, (1.0, 1.0))
             name, value = bad.get(rank, ("a", 1.0))
-            grad = params["abc".index(name)].grad
-            getattr(grad, "_local_tensor", grad)[-1] = value
+            local(params["abc".index(name)].grad)[-1] = value
             take_step(scaler, optimizer, way=way)
             rows = scaler.overflow_report().totals
             results[-1].append([(r.name, r.kind, r.step, r.infinities, r.nans) for r in rows])

@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import whole
+from exact_training import local, whole
 from support.gradients import parameter_like
 from support.groups import Derived, Foreign, line, pair, square
 from support.models import coefficient_of
@@ -57,7 +57,7 @@ class Step:
         rank = dist.get_rank()
         grad = self.params[0].grad
         if grad is not None and (rank == bad or (rank in self.replicas and bad in self.replicas)):
-            getattr(grad, "_local_tensor", grad).view(-1)[-1] = value
+            local(grad).view(-1)[-1] = value
         return self
 
 
@@ -327,7 +327,7 @@ def stepped(name: str) -> None:
         norms = [value if skips else torch.linalg.vector_norm(elements, p).item() for p in ORDERS]
         for param in step.params:
             if param.grad is not None:
-                getattr(param.grad, "_local_tensor", param.grad).mul_(SCALE)
+                local(param.grad).mul_(SCALE)
         # All ranks ask in the same order.
         grads = [whole(param.grad) / SCALE for param in step.params if step.is_whole]
         group = {"process_group": step.group} if step.group is not None else {}

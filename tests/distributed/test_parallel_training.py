@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from exact_training import (
     Trace,
     assert_eventful,
     batches_of,
+    plant,
     train,
 )
 from support.comparison import assert_same
@@ -75,13 +75,9 @@ def synced_at_last(model: Any, last: bool) -> AbstractContextManager[Any]:
     return nullcontext(model.set_requires_gradient_sync(last))
 
 
-def plant(params: Sequence[Any], step: int) -> None:
-    """Makes one element of some ranks' first gradient with local elements infinite."""
+def plant_by_step(params: Sequence[Any], step: int) -> None:
     if dist.get_rank() in OVERFLOWS.get(step, ()):
-        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in params if p.grad is not None]
-        grad = next((grad for grad in grads if grad.numel()), None)
-        if grad is not None:
-            grad.view(-1)[step % grad.numel()] = math.inf
+        plant(params, step)
 
 
 def forget(model: Heads, head: int, step: int) -> None:
@@ -112,7 +108,7 @@ def under_fsdp1(case: Case) -> Setup:
         "model": model,
         "make": ampfast.ShardedGradScaler,
         "batches": batches_of([dist.get_rank()], {}),
-        "prepare": functools.partial(plant, list(model.parameters())),
+        "prepare": functools.partial(plant_by_step, list(model.parameters())),
         "params": lambda: get_model_state_dict(model, options=options).values(),
         "every_part": functools.partial(synced_at_last, model),
     }
@@ -132,7 +128,7 @@ def under_fsdp2(case: Case) -> Setup:
     return {
         "model": model,
         "batches": batches_of([dist.get_rank()], {} if in_place else OVERFLOWS),
-        "prepare": functools.partial(plant, list(model.parameters())) if in_place else None,
+        "prepare": functools.partial(plant_by_step, list(model.parameters())) if in_place else None,
         "every_part": functools.partial(synced_at_last, model),
     }
 
@@ -171,7 +167,7 @@ def staged(case: Case) -> Setup:
         group = init_device_mesh("cpu", case.options["mesh"])
 
     def prepare(step: int) -> None:
-        plant(params, step)
+        plant_by_step(params, step)
         if "missing" in case.options:
             forget(model, case.options["missing"], step)
 

@@ -27,7 +27,7 @@ def test_the_fsdp2_example_gives_the_same_with_both_scalers() -> None:
     done = python(EXAMPLE, "--steps", STEPS, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
-    assert ranks.run(trained, "torch", seconds=240) == [last, last]
+    assert ranks.run(trained, "torch") == [last, last]
     # Only one rank held the infinity.
     [planted] = [line for line in lines if line.startswith(f"step {STEPS // 2}:")]
     assert planted.endswith("skipped: [True, True]")

@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from exact_training import OPTIMIZERS
+from exact_training import OPTIMIZERS, plant
 from support.steps import take_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -100,8 +100,7 @@ def traffic(group: str, layout: str) -> dict[tuple[str, str, bool], Sent]:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad.clone()
             if bad and dist.get_rank() == 0:
-                first = params[0].grad
-                (first.to_local() if isinstance(first, DTensor) else first)[0] = math.inf
+                plant(params)
             if is_warm:
                 seen[way, kind, bad] = sent(
                     lambda s=scaler, o=optimizer, w=way: take_step(s, o, way=w)

@@ -72,9 +72,7 @@ def run_here(width: int) -> Tally:
     sys.unraisablehook = lambda _: None
     for arguments in VARIANTS:
         for scenario in SCENARIOS:
-            for wrong in Trials(scenario, **arguments).all_points(fault, width):
-                tally.count += 1
-                tally.failures += wrong
+            tally.add(Trials(scenario, **arguments).all_points(fault, width))
     return tally
 
 

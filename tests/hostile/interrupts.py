@@ -71,9 +71,7 @@ def run(signals: float, seed: int = 0, width: int = 1) -> Tally:
     for arguments in VARIANTS:
         for scenario in SCENARIOS:
             trials = Trials(scenario, **arguments)
-            for wrong in trials.all_points(raised_at, width):
-                tally.count += 1
-                tally.failures += wrong
+            tally.add(trials.all_points(raised_at, width))
             longest = 2 * max(duration(scenario, arguments) for _ in range(3))
             for _ in range(int(signals / len(SCENARIOS) / len(VARIANTS))):
                 was_cut, wrong = trials.run(signalled_after, rng.randrange(longest))

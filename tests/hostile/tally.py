@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from support.processes import threads
@@ -24,6 +24,12 @@ class Tally:
     noun: str
     count: int = 0
     failures: list[str] = field(default_factory=list)
+
+    def add(self, wrong: Iterable[list[str]]) -> None:
+        """Counts cases, of each of which these are the failures."""
+        for each in wrong:
+            self.count += 1
+            self.failures += each
 
     def fail(self, text: str) -> None:
         self.failures.append(text)

@@ -67,7 +67,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
     return [[group[name] for name in names if name in group] for group in optimizer.param_groups]
 
 
-def without_scaler(kind: str, schedule: str, skipped: tuple[int, ...] = SKIPPED) -> list[Any]:
+def without_scaler(kind: str, schedule: str) -> list[Any]:
     """Rates by iteration, and finally, of a loop without the skipped iterations."""
     model = small_model()
     optimizer = KINDS[kind](list(model.parameters()))
@@ -75,7 +75,7 @@ def without_scaler(kind: str, schedule: str, skipped: tuple[int, ...] = SKIPPED)
     seen = []
     for step in range(STEPS):
         seen.append(rates(optimizer))
-        if step not in skipped:
+        if step not in SKIPPED:
             model(torch.ones(8)).sum().backward()
             optimizer.step()
             scheduler.step(*arguments_of(scheduler, step))
@@ -121,30 +121,6 @@ def test_no_schedule_counts_skipped_steps(is_exact: bool, kind: str, schedule: s
     exact = theirs.value
     assert_same(ours.value, exact if is_exact else [exact[0], *exact, exact[-1]])
     assert [text for _, text, *_ in ours.warned] == [text for _, text, *_ in theirs.warned]
-
-
-@pytest.mark.parametrize("updates_first", [True, False])
-@pytest.mark.parametrize("kinds", [("momentum", "fused_adamw"), ("fused_momentum", "adam")])
-def test_two_optimizers(kinds: tuple[str, str], updates_first: bool) -> None:
-    """Each schedule counts the steps of its own optimizer, before or after `update`."""
-    scaler, make = GradScaler("cpu", **SETTINGS), SCHEDULERS["ExponentialLR"]
-    sides = [side(GradScaler, KINDS[kind], seed) for seed, kind in enumerate(kinds)]
-    for one in sides:
-        one.scaler = scaler
-    late = [LateScheduler(make(one.optimizer), scaler, one.optimizer) for one in sides]
-    calls = [scaler.update, *(scheduler.step for scheduler in late)]
-    skipped = (SKIPPED, (1, 3, STEPS - 1))
-    seen: list[list[Any]] = [[], []]
-    for step in range(STEPS):
-        for one, bad, before in zip(sides, skipped, seen, strict=True):
-            before.append(rates(one.optimizer))
-            one.backward(step, INF if step in bad else None)
-            scaler.step(one.optimizer)
-        for call in calls if updates_first else calls[::-1]:
-            call()
-    for kind, bad, ours in zip(kinds, skipped, seen, strict=True):
-        exact = without_scaler(kind, "ExponentialLR", bad)
-        assert_same(ours, [exact[0], *exact[: STEPS - 1]])
 
 
 # Other attributes and methods

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ampfast import GradScaler
-from support.comparison import TorchScaler, assert_same
+from support.comparison import TorchScaler
 from support.gradients import filled, parameter_with, plant
 from support.optimizers import FUSED, OPTIMIZERS
 
@@ -61,11 +61,14 @@ class Side:
             "scale": scaler._scale if scaler.is_enabled() else None,
             "tracker": scaler._growth_tracker if scaler.is_enabled() else None,
             "state_dict": scaler.state_dict(),
-            "records": [
-                {"stage": record["stage"], "flags": list(record["found_inf_per_device"].values())}
-                for record in (scaler._per_optimizer_states if scaler.is_enabled() else {}).values()
-            ],
+            "records": records_of(scaler) if scaler.is_enabled() else [],
         }
+
+
+def records_of(scaler: TorchScaler) -> list[Any]:
+    """Stages and flags of the optimizers in this iteration."""
+    records = scaler._per_optimizer_states.values()
+    return [[each["stage"], *each["found_inf_per_device"].values()] for each in records]
 
 
 def small_model(seed: int = 0) -> torch.nn.Module:
@@ -87,21 +90,6 @@ def side(
     model = small_model(seed).to(dtype)
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     return Side(scaler_type(**scaler_arguments), model, make(list(model.parameters())))
-
-
-def paired(
-    optimizer: str | Callable[..., Any] = "sgd", **scaler_arguments: Any
-) -> tuple[Side, Side]:
-    """Returns ``(ours, torch's)`` twins that differ in the scaler's class alone."""
-    return (
-        side(GradScaler, optimizer, **scaler_arguments),
-        side(TorchScaler, optimizer, **scaler_arguments),
-    )
-
-
-def assert_sides_same(ours: Side, theirs: Side) -> None:
-    """Compares the observable state of two sides."""
-    assert_same(ours.observe(), theirs.observe(), "side")
 
 
 F32_MAX = torch.finfo(torch.float32).max
@@ -257,10 +245,7 @@ class Training:
             "params": [[param.detach(), param.grad] for param in self.params],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": [self.scaler._scale, self.scaler._growth_tracker, self.scaler.state_dict()],
-            "records": [
-                {"stage": record["stage"], "flags": list(record["found_inf_per_device"].values())}
-                for record in self.scaler._per_optimizer_states.values()
-            ],
+            "records": records_of(self.scaler),
         }
 
 
