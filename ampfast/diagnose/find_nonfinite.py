@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampfast import backends
 from ampfast.backends import core
-from ampfast.backends.cuda_graphs import refuse_capture
+from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.scalars import allocate, widest
 from ampfast.errors import not_compiled
 
@@ -81,8 +81,12 @@ _Call = tuple[tuple[str, str], list[int], list[int]]
 class _Pass:
     """One forward pass of a model, and its backward."""
 
-    def __init__(self, words: Callable[[], Tensor | None], dropped: core.Reads | None) -> None:
-        self.reads = core.Reads(words, dropped)
+    def __init__(self, words: Callable[[], Tensor | None], earlier: _Pass | None) -> None:
+        self.is_captured: bool = is_capturing()
+        # The replays of a graph write into the tables of its pass.
+        if earlier is not None and (self.is_captured or earlier.is_captured):
+            earlier = None
+        self.reads: core.Reads = core.Reads(words, None if earlier is None else earlier.reads)
         self.watches: set[_Watch] = set()
         # Calls in the order of their ends.
         self.ended: list[_Call] = []
@@ -267,13 +271,14 @@ class NonFiniteFinder:
             or any(getattr(each, "requires_grad", False) for each in tree_leaves(given))
         ):
             return None
-        is_part = last is not None and not (
-            watch.is_root or watch in last.watches or last.reads.has_gradients
-        )
-        if is_part:
+        if (
+            last is not None
+            and last.is_captured == is_capturing()
+            and not (watch.is_root or watch in last.watches or last.reads.has_gradients)
+        ):
             return last
-        dropped = self._passes.popleft().reads if len(self._passes) == _KEPT else None
-        self._passes.append(_Pass(self.words, dropped))
+        earlier = self._passes.popleft() if len(self._passes) == _KEPT else None
+        self._passes.append(_Pass(self.words, earlier))
         return self._passes[-1]
 
 
@@ -349,8 +354,8 @@ def _read_by_ops(tensor: Tensor, table: Tensor, row: int) -> bool:
             tensor = _functorch.get_unwrapped(tensor)
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         values = core.real_view(local.detach())
-        if values.numel():
-            table[row, 0] = torch.linalg.vector_norm(values, math.inf, dtype=table.dtype)
+        peak = values.numel() and torch.linalg.vector_norm(values, math.inf, dtype=table.dtype)
+        table[row, 0] = peak
     except Exception:  # a class may refuse any op
         return False
     return True

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampfast
 from ampfast import GradScaler
+from support.captures import pretend_capture
 
 INF, NAN = float("inf"), float("nan")
 quant: Any = torch.ao.quantization
@@ -242,6 +243,11 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], list[float], dict[str, Any] | N
     "the newest": (lambda: chain(nn.Identity(), lambda x: 1 / x), [0, 1, INF], PLAIN),
     "as long as it is kept": (lambda: chain(nn.Tanh()), [NAN] + [1] * 63, {"passes_ago": 63}),
     "no longer": (lambda: nn.Linear(8, 8), [NAN] + [1] * 64, None),
+    "an empty tensor in a row that had one": (
+        lambda: chain(lambda x: 1 * (x if x.any() else x[:0])),
+        [NAN] + [0] * 64,
+        None,
+    ),
     "in place": (
         lambda: chain(nn.Identity(), lambda x: x.mul_(INF)),
         [1],
@@ -637,6 +643,23 @@ def test_a_report_while_other_threads_run_the_model(request: pytest.FixtureReque
             each.start()
         while any(each.is_alive() for each in threads):
             assert finder.report() is None
+
+
+def test_the_tables_of_a_captured_pass_are_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = nn.ModuleList([nn.Tanh(), nn.Tanh()])
+    finder = ampfast.find_nonfinite(parts)
+
+    def table(part: int) -> Tensor:
+        parts[part](torch.ones(2))
+        return finder._passes[-1].reads.so_far()[2][0]
+
+    first = [table(0) for _ in range(64)]
+    with monkeypatch.context() as patch:
+        pretend_capture(patch)
+        captured = table(1)
+    later = [table(1)] + [table(0) for _ in range(64)]
+    assert not any(captured is each for each in first + later)
+    assert later[0] is first[1], "others are used again"
 
 
 def test_a_leaf_is_read_for_the_newest_pass_of_a_finder_and_not_after_it() -> None:
