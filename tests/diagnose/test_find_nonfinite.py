@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.captures import pretend_capture
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ampfast
 from ampfast import GradScaler
-from support.captures import pretend_capture
 
 INF, NAN = float("inf"), float("nan")
 quant: Any = torch.ao.quantization
