@@ -117,17 +117,13 @@ class _Watch:
         module._forward_hooks_with_kwargs[_MARK] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module()
-        if (
-            self.is_off
-            or torch.compiler.is_exporting()
-            or torch._C._get_tracing_state() is not None
-        ):
+        if torch.compiler.is_exporting():
+            module: Any = self.module()
             return (self.inner or module._call_impl)(*args, **kwargs)
         running = self.finder.running.passes
         depth, returned = len(running), []
         try:
-            forward, inputs = self.finder.begin(self, module, running, args, kwargs)
+            forward, inputs = self.finder.begin(self, running, args, kwargs)
             output = forward(*args, **kwargs)
             if inputs is not None:
                 returned = self.finder.end(self, running[depth], inputs, output)
@@ -234,17 +230,20 @@ class NonFiniteFinder:
 
     @not_compiled
     def begin(
-        self, watch: _Watch, module: Any, running: list[_Pass], args: Any, kwargs: Any
+        self, watch: _Watch, running: list[_Pass], args: Any, kwargs: Any
     ) -> tuple[Callable[..., Any], list[int] | None]:
         """Begins a module's call, and a pass unless the call is part of one.
 
         Returns what to call, and the numbers of what it is given; None if it is not watched.
         """
-        caller = sys._getframe(2)
-        if caller.f_code is _CALLED and caller.f_locals["self"] is not module:
-            # It has the attributes of the module, as replicas of torch.nn.DataParallel do.
-            return caller.f_locals["self"]._call_impl, None
-        forward = watch.inner or module._call_impl
+        module: Any = watch.module()
+        called, caller = module, sys._getframe(2)
+        if caller.f_code is _CALLED:
+            # Replicas of torch.nn.DataParallel have the attributes of the module.
+            called = caller.f_locals["self"]
+        forward = (watch.inner if called is module else None) or called._call_impl
+        if called is not module or watch.is_off or torch._C._get_tracing_state() is not None:
+            return forward, None
         given = (args, kwargs) if kwargs else args
         one = running[-1] if running else self._last(watch, given)
         if one is None:

@@ -541,6 +541,17 @@ def test_what_is_made_of_a_model_is_as_of_one_that_is_not_watched(name: str) -> 
     assert torch.equal(*outputs)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_replica_runs_itself_traced_and_after_the_watch() -> None:
+    module, x = nn.Linear(2, 2), torch.rand(2, 2)
+    with ampfast.find_nonfinite(module):
+        replica = module._replicate_for_data_parallel()
+        replica._parameters = {"weight": torch.eye(2), "bias": None}
+        traced = torch.jit.trace(replica, x)
+    del module
+    assert torch.equal(traced(x), x) and torch.equal(replica(x), x)
+
+
 def test_finders_and_compiled_calls_of_one_module() -> None:
     model = chain(lambda x: x * INF)
     model.compile(backend="eager")
