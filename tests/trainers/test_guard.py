@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,15 +32,23 @@ LIMIT = ampfast.Sigmas(6, window=4)
 SCALE = {"init_scale": 4.0}
 
 
+@dataclass
 class Recorder:
-    """A model, the factors of its loss, and what its training shows after each step."""
+    """A part of a training, the factors of its loss, and what it shows after each step."""
 
-    def __init__(self, bad: dict[int, float], name: str) -> None:
-        self.model, self.optimizer_name = small_model(), name
-        self.bad, self.steps = bad, 0
-        self.weights: list[list[Tensor]] = []
-        self.rows: list[dict[str, float]] = []
-        self.scaler: Any = None
+    precision: str
+    optimizer: str
+    clip: float
+    folder: Path
+    bad: dict[int, float]
+    batches: list[tuple[Tensor, Tensor]]
+    resumes: bool = False
+    every: int = 1  # steps between rows
+    model: nn.Module = field(default_factory=small_model)
+    steps: int = 0
+    weights: list[list[Tensor]] = field(default_factory=list)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    scaler: Any = None
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         self.steps += 1
@@ -47,7 +56,7 @@ class Recorder:
         return loss * self.bad.get(self.steps - 1, 1.0)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return optimizer_for(self.model, self.optimizer_name)
+        return optimizer_for(self.model, self.optimizer)
 
     def end(self) -> None:
         self.weights.append([param.detach().clone() for param in self.model.parameters()])
@@ -58,89 +67,62 @@ class Module(Classifier):
         self.part.end()
 
 
-class Rows(loggers.DummyLogger):
-    def __init__(self, run: Recorder) -> None:
-        super().__init__()
-        self.run = run
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.run.rows.append(metrics)
-
-
-def by_lightning(
-    run: Recorder,
-    precision: str,
-    clip: float,
-    guard: Any,
-    folder: Path,
-    begin: int,
-    end: int,
-    every: int = 1,
-) -> None:
-    given: Any = {"precision": precision}
-    if precision == "16-mixed":
+def by_lightning(run: Recorder, guard: Any) -> None:
+    given: Any = {"precision": run.precision}
+    if run.precision == "16-mixed":
         given = {"plugins": [precision_with(plugins, TorchScaler("cpu", **SCALE))]}
+    rows = loggers.DummyLogger()
+    rows.log_metrics = lambda metrics, step: run.rows.append(metrics)
     fitted = trainer(
-        max_epochs=1 + (begin > 0),
-        logger=Rows(run),
-        log_every_n_steps=every,
-        gradient_clip_val=clip,
+        max_epochs=1 + run.resumes,
+        logger=rows,
+        log_every_n_steps=run.every,
+        gradient_clip_val=run.clip,
         **given,
     )
     run.scaler = guard(fitted)
-    data = loader(list(batches())[begin:end])
-    fitted.fit(Module(run), data, ckpt_path=folder / "half.ckpt" if begin else None)
-    fitted.save_checkpoint(folder / "half.ckpt")
+    checkpoint = run.folder / "half.ckpt"
+    fitted.fit(Module(run), loader(run.batches), ckpt_path=checkpoint if run.resumes else None)
+    fitted.save_checkpoint(checkpoint)
 
 
-def by_accelerate(
-    run: Recorder, precision: str, clip: float, guard: Any, folder: Path, begin: int, end: int
-) -> None:
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
-    if precision == "fp16":
+def by_accelerate(run: Recorder, guard: Any) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=run.precision)
+    if run.precision == "fp16":
         accelerator.native_amp, accelerator.scaler = True, TorchScaler("cpu", **SCALE)
-    if precision != "bf16":  # before prepare
+    if run.precision != "bf16":  # before prepare
         run.scaler = guard(accelerator)
     model, optimizer = accelerator.prepare(run.model, run.make_optimizer())
     run.scaler = run.scaler or guard(accelerator)
     keep = lambda row, **_: run.rows.append(row)  # noqa: E731
     accelerator.trackers = [SimpleNamespace(name="rows", log=keep)]
-    if begin:
-        accelerator.load_state(str(folder))
-    for data, target in list(batches())[begin:end]:
+    if run.resumes:
+        accelerator.load_state(str(run.folder))
+    for data, target in run.batches:
         optimizer.zero_grad()
         accelerator.backward(run.loss(model(data), target))
-        if clip:
-            accelerator.clip_grad_norm_(model.parameters(), clip)
+        if run.clip:
+            accelerator.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
         accelerator.log({"loss": 1.0})
         run.end()
-    accelerator.save_state(str(folder))
+    accelerator.save_state(str(run.folder))
 
 
-def by_transformers(
-    run: Recorder,
-    precision: str,
-    clip: float,
-    guard: Any,
-    folder: Path,
-    begin: int,
-    end: int,
-    every: int = 1,
-) -> None:
+def by_transformers(run: Recorder, guard: Any) -> None:
     fitted = trainer_with(
-        TorchScaler("cpu", **SCALE) if precision == "fp16" else None,
-        folder,
+        TorchScaler("cpu", **SCALE) if run.precision == "fp16" else None,
+        run.folder,
         Model(lambda _, output, labels: run.loss(output, labels), run.model),
-        given=list(batches())[begin:end],
+        given=run.batches,
         optimizer=run.make_optimizer(),
-        num_train_epochs=1 + (begin > 0),
+        num_train_epochs=1 + run.resumes,
         lr_scheduler_type="constant",
-        logging_steps=every,
-        max_grad_norm=clip,
+        logging_steps=run.every,
+        max_grad_norm=run.clip,
         save_strategy="steps",
         save_steps=HALF,
-        **{name: name == precision for name in ("bf16", "fp16")},
+        **{name: name == run.precision for name in ("bf16", "fp16")},
     )
 
     class After(transformers.TrainerCallback):
@@ -149,8 +131,8 @@ def by_transformers(
 
     fitted.add_callback(After())
     run.scaler = guard(fitted)
-    fitted.train(resume_from_checkpoint=begin > 0)
-    run.rows += fitted.state.log_history[-2 * (end - begin) - 1 :]
+    fitted.train(resume_from_checkpoint=run.resumes)
+    run.rows += fitted.state.log_history[-2 * len(run.batches) - 1 :]
 
 
 WAYS = [
@@ -158,13 +140,14 @@ WAYS = [
     *((by_accelerate, each) for each in ("no", "bf16", "fp16")),
     *((by_transformers, each) for each in ("no", "bf16", "fp16")),
 ]
+BFLOAT16 = pytest.mark.parametrize(
+    "way, precision", [(by_lightning, "bf16-mixed"), (by_transformers, "bf16")]
+)
 
 
 def trained(
     way: Callable[..., None],
-    precision: str,
-    name: str,
-    clip: float,
+    case: tuple[str, str, float],
     folder: Path,
     bad: dict[int, float],
     guards: tuple[int, ...] = (0, HALF),
@@ -182,8 +165,9 @@ def trained(
 
     weights = []
     for begin, end in pairwise(parts):
-        run = Recorder({step - begin: factor for step, factor in bad.items()}, name)
-        way(run, precision, clip, guard, folder, begin, end)
+        factors = {step - begin: factor for step, factor in bad.items()}
+        run = Recorder(*case, folder, factors, list(batches())[begin:end], begin > 0)
+        way(run, guard)
         weights += run.weights
     assert len(weights) == STEPS
     return weights, run
@@ -199,7 +183,7 @@ def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    case = way, precision, name, clip
+    case = way, (precision, name, clip)
     clean, run = trained(*case, tmp_path / "clean", {})
     assert run.scaler.stats().skipped == 0
     assert_same(clean, trained(*case, tmp_path / "off", {}, guards=())[0])
@@ -223,21 +207,17 @@ def test_bad_batches_are_skipped_and_clean_trainings_are_equal(
 
 
 @pytest.mark.parametrize("first", [0, HALF])
-@pytest.mark.parametrize(
-    "way, precision", [(by_lightning, "bf16-mixed"), (by_transformers, "bf16")]
-)
+@BFLOAT16
 def test_a_guard_may_come_or_go_between_checkpoints(
     way: Callable[..., None], precision: str, first: int, tmp_path: Path
 ) -> None:
-    case = way, precision, "adam", 0.3
+    case = way, (precision, "adam", 0.3)
     clean = trained(*case, tmp_path / "clean", {}, guards=())[0]
     parts = trained(*case, tmp_path / "halves", {}, guards=(first,), parts=(0, HALF, STEPS))[0]
     assert_same(parts, clean)
 
 
-@pytest.mark.parametrize(
-    "way, precision", [(by_lightning, "bf16-mixed"), (by_transformers, "bf16")]
-)
+@BFLOAT16
 def test_short_trainings_log_once_and_are_warned_of_the_window(
     way: Callable[..., None],
     precision: str,
@@ -248,8 +228,8 @@ def test_short_trainings_log_once_and_are_warned_of_the_window(
         ampfast.callbacks.guard(trainer, skip_above=9.0)  # which the next one replaces
         return ampfast.callbacks.guard(trainer, skip_above=ampfast.Sigmas(6)).scaler
 
-    run = Recorder({6: 500.0, 11: math.nan}, "adam")
-    way(run, precision, 0.0, guard, tmp_path, 0, STEPS, every=500)
+    bad = {6: 500.0, 11: math.nan}
+    way(run := Recorder(precision, "adam", 0.0, tmp_path, bad, list(batches()), every=500), guard)
     logged = [row for row in run.rows if "scaler/steps" in row]
     assert [(row["scaler/steps"], row["scaler/skipped"]) for row in logged] == [(STEPS, 1)]
     warning, skip = (each.getMessage() for each in caplog.records if each.name == "ampfast")
