@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import runpy
 import shutil
@@ -18,22 +17,17 @@ import pytest
 from support.processes import ROOT, is_alive, python
 
 from benchmarks import providers
+from tests.gpu import runner as proof
 
 FOLDER = ROOT / "tests" / "gpu"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ends groups of processes")
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = importlib.import_module("runner")
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.5)
-    return module
+    monkeypatch.setattr(proof, "GRACE_SECONDS", 0.5)
+    return proof
 
 
 @pytest.fixture
