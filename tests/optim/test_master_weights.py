@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import assert_same, started
-from support.steps import host_reads, take_step, through_file
+from support.gradients import filled
+from support.steps import host_reads, small_model, take_step, through_file
 from torch import Tensor, nn
 
 import ampfast
@@ -77,10 +78,9 @@ class Gain(nn.Module):
         return (values.tanh() * self.weight).to(values.dtype)
 
 
-def small_model(dtype: torch.dtype, turned: bool = True) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 7).to(dtype), Gain(), nn.Linear(7, 3).to(dtype))
+def model_of(dtype: torch.dtype, turned: bool = True) -> nn.Module:
+    model: Any = small_model(1).to(dtype)
+    model[1] = Gain()
     if turned:
         model[2].weight.data = model[2].weight.data.t().contiguous().t()
     return model
@@ -89,8 +89,7 @@ def small_model(dtype: torch.dtype, turned: bool = True) -> nn.Module:
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     if isinstance(model, nn.Embedding):
         return model(torch.tensor([1, 3, 1])).float().square().sum()
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(5, 8, generator=generator).to(next(model.parameters()).dtype)
+    values = filled((5, 8), next(model.parameters()).dtype, seed)
     return model(values).float().square().mean()
 
 
@@ -120,8 +119,7 @@ class Ours:
         return loss
 
     def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        take_step(self.scaler, self.optimizer)
 
     def stepped(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -194,12 +192,12 @@ def follow(ours: Ours, hand: Ours, seeds: Iterable[int] = range(9)) -> None:
 
 
 def both(make: Make, dtype: torch.dtype, scaler: Any = None) -> tuple[Ours, ByHand]:
-    models = [small_model(dtype, turned=scaler is None) for _ in range(2)]
+    models = [model_of(dtype, turned=scaler is None) for _ in range(2)]
     return Ours(models[0], make, scaler), ByHand(models[1], make, scaler)
 
 
 def ours_of(name: str, dtype: torch.dtype = torch.float16, steps: int = 0) -> Ours:
-    ours = Ours(small_model(dtype), OPTIMIZERS[name])
+    ours = Ours(model_of(dtype), OPTIMIZERS[name])
     for seed in range(steps):
         ours.backward(seed)
         ours.step()
@@ -250,7 +248,7 @@ class Program:
         self.chance = random.Random(f"{name} {dtype} {seed}")
         self.takes_later = name != "SGD-fused"
         self.kept: list[Any] = []
-        models = [small_model(dtype) for _ in range(2)]
+        models = [model_of(dtype) for _ in range(2)]
         for model in models:
             model[2].weight.requires_grad_(False)
         scalers = [
@@ -506,7 +504,7 @@ def test_named_checkpoints_without_master_weights() -> None:
     load = partial(api.set_optimizer_state_dict, ours.model, ours.optimizer, options=options)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
         load(api.get_optimizer_state_dict(ours.model, ours.optimizer, options=options))
-    frozen = small_model(torch.float16).requires_grad_(False)
+    frozen = model_of(torch.float16).requires_grad_(False)
     optimizer = ampfast.master_weights_(torch.optim.SGD(frozen.parameters(), lr=0.1))
     named = api.get_optimizer_state_dict(frozen, optimizer, options=options)
     api.set_optimizer_state_dict(frozen, optimizer, named, options=options)
