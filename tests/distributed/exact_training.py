@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,13 +120,6 @@ class Trace:
     steps: list[tuple[float, int, bool]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
-
-
-def assert_eventful(trace: Trace) -> None:
-    """Asserts that the scale grew and backed off, and that all parameters are finite."""
-    scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
-    assert {(a > b) - (a < b) for a, b in itertools.pairwise(scales)} >= {-1, 1}
-    assert all(p.isfinite().all() for p in trace.parameters)
 
 
 # Ends of an iteration, see `take_step`; "accumulate" is a step after two backward passes.

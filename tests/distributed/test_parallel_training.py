@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from exact_training import (
     WAYS,
     Heads,
     Trace,
-    assert_eventful,
     batches_of,
     plant,
     train,
@@ -223,7 +223,9 @@ def alone(
         divisor=len(feeds),
         prepare=None if missing is None else functools.partial(forget, model, missing),
     )
-    assert_eventful(trace)
+    scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
+    assert {(a > b) - (a < b) for a, b in itertools.pairwise(scales)} >= {-1, 1}
+    assert all(p.isfinite().all() for p in trace.parameters)
     return trace
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.comparison import TorchScaler, assert_same, outcome
 from support.optimizers import OPTIMIZERS
-from support.steps import Training
+from support.steps import Training, step_together
 
 from ampfast import GradScaler
 
@@ -24,12 +24,7 @@ class Trial(Training):
         self.given = self.optimizers
 
     def end(self) -> list[Any]:
-        """In one call of ours, in several of torch's."""
-        if isinstance(self.scaler, GradScaler):
-            return self.scaler.step_and_update(*self.given)
-        results = [self.scaler.step(optimizer) for optimizer in self.given]
-        self.scaler.update()
-        return results
+        return step_together(self.scaler, self.given)
 
 
 def assert_ends_alike(trials: Sequence[Trial]) -> None:

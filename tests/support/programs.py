@@ -22,6 +22,7 @@ from ampfast import GradScaler
 from support.comparison import TorchScaler, difference, outcome
 from support.gradients import WRITABLE_LAYOUTS, filled, make_gradient, plant
 from support.optimizers import FUSED, KINDS, Rig, RigPlan, takes_scaled
+from support.steps import step_together
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -276,11 +277,7 @@ class World:
             drop_own_scale(self.scalers[s], self.rigs[r])
         optimizers = [self.rigs[r].optimizer for r in rigs]
         try:
-            if hasattr(scaler, "step_and_update"):
-                return scaler.step_and_update(*optimizers)
-            results = [scaler.step(optimizer) for optimizer in optimizers]
-            scaler.update()
-            return results
+            return step_together(scaler, optimizers)
         except Exception:
             for r in rigs:
                 self.rigs[r].forget_attributes()
@@ -383,9 +380,7 @@ class World:
 
     def load(self, s: int, form: str) -> None:
         state = dict(self.saved)
-        if form == "partial":
-            state.pop("growth_interval", None)
-        elif form == "extra":
+        if form == "extra":
             state["more"] = 1
         elif form == "torch" and state:
             other = torch.amp.GradScaler("cpu")
@@ -545,7 +540,7 @@ OPERATIONS: dict[str, tuple[int, str, Draw]] = {
     "records": (4, "sr", lambda g: (g.choice(RECORDS),)),
     "reduce": (3, "sr", lambda g: (g.choice([0.0, 1.0, 2.0, 0.5]),)),
     "save": (2, "s", lambda g: ()),
-    "load": (2, "s", lambda g: (g.choice(["whole", "whole", "torch", "partial", "extra"]),)),
+    "load": (2, "s", lambda g: (g.choice(["whole"] * 3 + ["torch", "extra"]),)),
     "pickled": (1, "s", lambda g: ()),
     "copied": (1, "s", lambda g: (g.random() < 0.5,)),
     "grad_scale": (2, "r", lambda g: (g.choice([2.0, 0.5, 1.0]),)),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ampfast import GradScaler
 from support.comparison import TorchScaler
 from support.gradients import filled, parameter_with, plant
-from support.optimizers import FUSED, OPTIMIZERS
+from support.optimizers import OPTIMIZERS
 
 
 @dataclass
@@ -97,13 +97,12 @@ F32_MAX = torch.finfo(torch.float32).max
 TINY = 2.0**-128
 
 
-def _takes_grad_scale(kind: str) -> bool:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    return getattr(OPTIMIZERS[kind]([parameter]), "_step_supports_amp_scaling", False)
-
-
 # Scalers take the fused Adagrad of torch 2.11 for a plain optimizer.
-TAKE_GRAD_SCALE = tuple(kind for kind in FUSED if _takes_grad_scale(kind))
+TAKE_GRAD_SCALE = tuple(
+    kind
+    for kind, make in OPTIMIZERS.items()
+    if hasattr(make([torch.nn.Parameter(torch.ones(1))]), "_step_supports_amp_scaling")
+)
 
 
 @dataclass
@@ -181,6 +180,15 @@ def through_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+def step_together(scaler: Any, optimizers: Sequence[Any]) -> list[Any]:
+    """What the steps return, before an update: in one call of ours, in several of torch's."""
+    if isinstance(scaler, GradScaler):
+        return scaler.step_and_update(*optimizers)
+    results = [scaler.step(optimizer) for optimizer in optimizers]
+    scaler.update()
+    return results
+
+
 def take_step(
     scaler: Any, *optimizers: Any, way: str = "step", max_norm: float = 0.5
 ) -> torch.Tensor | None:
@@ -190,8 +198,8 @@ def take_step(
     "defer" is a clip with `in_place=False`, "together" `step_and_update`.
     """
     (name, _, order), norm = way.partition(" "), None
-    if name == "together" and isinstance(scaler, GradScaler):
-        scaler.step_and_update(*optimizers)
+    if name == "together":
+        step_together(scaler, optimizers)
         return None
     for optimizer in optimizers:
         if name == "unscale":
