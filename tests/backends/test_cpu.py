@@ -23,7 +23,7 @@ from support.kernels import (
     reference_norms,
     wide,
 )
-from support.models import check_random_lists, check_times
+from support.models import check_random_lists
 from support.processes import forked
 
 from ampfast import _C, functional
@@ -222,7 +222,3 @@ def test_more_elements_than_int32_counts() -> None:
 @pytest.mark.parametrize("start", range(0, 60, 10))
 def test_marks_of_random_lists(capability: str, start: int) -> None:
     check_random_lists(cpu, torch.device("cpu"), range(start, start + 10))
-
-
-def test_a_step_counts_once(capability: str) -> None:
-    check_times(cpu, torch.device("cpu"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -48,17 +47,6 @@ def test_the_pages_agree_with_the_results_that_they_name():
             assert len(table.header) <= tables.MOST_COLUMNS
             assert len({*map(len, table.text().splitlines()[2:])}) == 1
         assert path.stat().st_size < 300_000
-
-
-def test_a_file_is_read_as_it_was_written_and_fields_of_earlier_ones_are_not_read(tmp_path):
-    path, made = tmp_path / "results.json", Results.read(CPU)
-    made.write(path)
-    assert Results.read(path) == made
-    content = json.loads(path.read_text())
-    content |= {"goals": [1], "rows": [{**row, "launches": 1} for row in content["rows"]]}
-    path.write_text(json.dumps(content))
-    assert Results.read(path) == made
-    assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(tmp_path):

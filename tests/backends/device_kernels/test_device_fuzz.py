@@ -25,7 +25,7 @@ from support.kernels import (
     window,
 )
 from support.launchers import ON_HOST
-from support.models import LIMITS, check_limits, check_passes, check_random_lists, check_times
+from support.models import LIMITS, check_limits, check_passes, check_random_lists
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.
@@ -127,11 +127,6 @@ def test_marks_of_windows(dtype: torch.dtype) -> None:
         grads += [guarded(values[:n], offset) for n in (5, size, 5)]
         grads[-3][0], grads[-2][-1] = torch.nan, torch.inf
     check_passes(KERNELS, grads, CPU)
-
-
-@pytest.mark.usefixtures("watched")
-def test_a_step_counts_once() -> None:
-    check_times(KERNELS, CPU, 3 * window(torch.float32) + 1)
 
 
 # Limits of the scale, counters and history, against a model; captured steps

@@ -33,6 +33,7 @@ from support.kernels import (
     wide,
     window,
 )
+from support.models import check_times
 
 try:
     from launched import KERNELS
@@ -247,3 +248,7 @@ def test_lists_in_the_arguments_of_a_launch_and_beyond(tensors: int) -> None:
     grads[-1][2] = expected[-1][2]
     assert_same(grads, expected)
     assert run_check(KERNELS, table).item() == 0.0
+
+
+def test_a_step_counts_once() -> None:
+    check_times(KERNELS, torch.device("cpu"), 3 * share(torch.float32) + 1)
