@@ -300,6 +300,7 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
 
   const bool is_wide = clip.norm.defined() && clip.norm.scalar_type() == at::kDouble;
   Key key;
+  static_assert(kDtypeCount <= 1 << 2);
   key.add(kMultiTensor, 1).add(arguments.nones(), 32).add(dtype_of(segment.dtype), 2);
   key.add(pass.write, 1).add(pass.how, 2);
   key.add(is_last, 1).add(pass.accumulate, 1).add(is_wide, 1);

@@ -23,6 +23,7 @@ AMPFAST_ELEMENT To bits_as(From value) {
 
 // The types of gradients that the kernels know; the loops of cpu/loops.h are in this order.
 enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
+constexpr int kDtypeCount = 4;
 
 // The factor by which gradients are unscaled: the reciprocal in float64, rounded to float32.
 AMPFAST_ELEMENT float inverse_scale(float scale) {

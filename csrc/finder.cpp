@@ -12,7 +12,7 @@ namespace ampfast {
 
 namespace {
 
-// How an optimizer's gradients are used in a norm; the stub names them.
+// How an optimizer's gradients are used in a norm; `backends.core` has both enums, too.
 enum class Use { kAsTheyAre, kScaled, kDeferred };
 // What becomes of gradients whose norm is taken.
 enum class Aim { kMeasure, kStep, kClip, kClipDecided };
@@ -236,10 +236,8 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   const std::shared_ptr<Found> found =
       find(optimizer, reading(pass.write, checks || allow_fp16), /*coalesces=*/false);
   py::object agreement = py::none();
-  if (!found->walk.shards.is_none()) {
-    agreement = found->walk.shards.attr("agreement")();
-  } else if (has_group) {
-    agreement = ranks.attr("agreement")(py::tuple());
+  if (has_group || !found->walk.shards.is_none()) {
+    agreement = ranks.attr("agreement")(found->layouts().attr("values")());
   }
   Running how = running(rows_of(turn, *found, false));
   how.turn = checks ? nullptr : &turn;
@@ -373,7 +371,7 @@ bool Finder::can_agree(const std::vector<Term>& terms, at::Device device) const 
 // The sums and flags of all ranks by one collective, as by `Agreement.all_reduce_norm`.
 at::Tensor Finder::agreed(std::vector<Term>& terms, const std::vector<at::Tensor>& rows,
                           bool largest, const py::object& agreement, bool is_read) {
-  constexpr int64_t kOverflow = int64_t{1} << 32;  // more than ranks can be
+  constexpr int64_t kOverflow = int64_t{1} << 32;  // `_FOUND` in distributed.py
   for (const Term& term : terms) {
     if (!is_read && term.turn.is_ready()) {
       term.turn.flags(term.flags);
@@ -747,7 +745,6 @@ void bind_found(py::module_& m) {
   found.def("split", &Found::split)
       .def_property_readonly("groups", &Found::groups)
       .def_property_readonly("shards", [](const Found& self) { return self.walk.shards; })
-      .def_property_readonly("layouts", &Found::layouts)
       .def_property_readonly("has_complex", [](const Found& self) { return self.walk.has_complex; })
       .def_property_readonly("dtype", &Found::dtype)
       .def_property_readonly("devices", [](const Found& self) {

@@ -18,6 +18,7 @@ constexpr Py_ssize_t kTogether = 16;
 
 // In the order of `Dtype`.
 constexpr std::array kDtypes{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
+static_assert(kDtypes.size() == kDtypeCount);
 
 // A subclass may do without a dispatch key of its own; then only its Python type tells.
 bool has_plain_type(const at::Tensor& tensor) {
@@ -103,7 +104,7 @@ int64_t kind_of(const at::Tensor& tensor) {
   const auto* known = std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type());
   const int64_t device = std::hash<at::Device>()(tensor.device());
   const bool is_usual = known != kDtypes.end() && is_plain(tensor, ~uint64_t{0});
-  return is_usual && tensor.numel() != 0 ? 4 * device + (known - kDtypes.begin()) : -1;
+  return is_usual && tensor.numel() != 0 ? kDtypeCount * device + (known - kDtypes.begin()) : -1;
 }
 
 void require_storage(const at::Tensor& tensor) {

@@ -23,6 +23,7 @@ std::map<std::string, int64_t> state_layout() {
           {"CONSECUTIVE_SKIPS", kConsecutiveSkips},
           {"TOLERATED", kTolerated},
           {"SPIKES", kSpikes},
+          {"COUNTED", kCounted},
           {"COUNTERS", kCounters},
           {"BEFORE", kBefore},
           {"SCALE_BEFORE", kScaleBefore},

@@ -15,8 +15,9 @@ enum StateWord : int64_t {
   kGrowths,
   kBackoffs,
   kConsecutiveSkips,
-  kTolerated,      // overflows since growth was due, which refills the hysteresis
+  kTolerated,      // overflows since growth was due; in checkpoints, a tracker that counts down
   kSpikes,         // steps skipped for their norm alone
+  kCounted,        // how many an update changes, by torch's ops in this order (aten.py: `_update`)
   kCounters = 16,  // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
   kBefore = kCounters,

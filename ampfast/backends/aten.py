@@ -28,6 +28,7 @@ from ampfast.backends.core import (
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import allocate, inverse, moved, new_flag, widest
 
+_COUNTED = state_layout.COUNTED
 _check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -324,10 +325,6 @@ class _State:
         self.grows, self.stays = memory[3:].chunk(2)
 
 
-# Counters that an update changes, in their order.
-_COUNTED = 7
-
-
 def update(given: Update, limits: Any = None, may_spike: bool = False) -> bool:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
@@ -383,8 +380,8 @@ def _update(given: Update, limits: Any, may_spike: bool) -> None:
     # The tracker is 0 after an overflow, and where the scale was to grow.
     keeps = overflow + tracker
     if limits.hysteresis > 1:
-        tolerated = state.counters[state_layout.TOLERATED]
-        is_tolerated = (overflow != 0) & (tolerated < limits.hysteresis - 1)
+        is_below = words[state_layout.TOLERATED] < words[state_layout.MOST_TOLERATED]
+        is_tolerated = (overflow != 0) & is_below
         scale.copy_(torch.where(is_tolerated, before, scale))
     # A scale that was set beyond them is not moved the wrong way.
     if limits.max_scale is not None:

@@ -132,6 +132,7 @@ double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) 
   if (dtype == Dtype::kFloat32) {
     return used_value(bits_as<float>(static_cast<uint32_t>(bits)), how, factor);
   }
+  static_assert(kDtypeCount == 4);
   return dtype == Dtype::kFloat16 ? used_half<at::Half>(bits, how, factor)
                                   : used_half<at::BFloat16>(bits, how, factor);
 }
