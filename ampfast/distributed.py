@@ -36,7 +36,7 @@ _marks: dict[Tensor, tuple[int, ...]] = {}
 # Placement classes that a warning has named.
 _warned: set[type] = set()
 _INT64: Any = {"dtype": torch.int64, "device": "cpu"}
-# Larger than any number of ranks; a sum over all ranks is exact in float64.
+# Larger than any number of ranks, as in csrc/finder.cpp; a sum over all ranks is exact in float64.
 _FOUND = 2**32
 
 
@@ -239,10 +239,16 @@ class Agreement:
     Attributes:
         groups: Process groups, reduced over one after the other.
         ranks: All ranks that these groups reach.
-        counted: Whether this rank contributes a gradient's norm, rather than another rank with the
-            same elements; by layout, None for a gradient that is not distributed.
-        counted_apart: The same where ranks outside of a mesh hold other parameters.
-        counts_replicated: The same for parameters that all ranks hold.
+        counted: As in the table; None for a gradient that is not distributed.
+        counted_apart: As in the table.
+        counts_replicated: As in the table.
+
+    Of the ranks with the same elements, this one contributes a gradient's norm, by its mark, if::
+
+        mark        distributed             else
+        none        counted[layout]         counted[None]
+        ()          counted[layout]         counts_replicated
+        its ranks   counted_apart[layout]   it is the first of them that is reached
     """
 
     groups: list[Group]

@@ -36,7 +36,8 @@ class Turn(dict[str, Any]):
 
     Attributes:
         record: What is known of the optimizer besides.
-        last_flags: The flags of the optimizer's last check in an earlier iteration, by device.
+        last_flags: The flags of the optimizer's last check in an earlier iteration, by device;
+            after a fused step its own, of which there may be none.
         agreement: What the ranks still have to agree on these flags by, or None.
         divisor: The `grad_scale` by which the optimizer clips in its step: 0-dim float32, the
             scale over the clip coefficient; or None.

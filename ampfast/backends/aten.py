@@ -588,9 +588,15 @@ def squares_in(marks: Tensor) -> Tensor:
     return marks.view(dtype)[:, core.MARK_SQUARES * marks.itemsize // dtype.itemsize]
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns what this rank has of a tensor: the shard of a DTensor, else the tensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 def _local(grad: Tensor) -> Tensor:
     """Values of a gradient on this rank: the shard of a DTensor, none of other subclasses."""
-    local = grad.to_local() if hasattr(grad, "to_local") else grad
+    local = local_of(grad)
     if type(local) is not Tensor:
         return allocate(torch.empty, 0, dtype=torch.float32, device="cpu")
     return local.detach()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.cli.scaler_clock import Watch
+from ampfast.cli.scaler_clock import ScalerClock
 from ampfast.scaler.step_guard import StepGuard
 
 _CLOSURE = (
@@ -36,12 +36,12 @@ class GuardedSteps:
     the program has an enabled scaler, this one decides.
 
     Args:
-        watch: What sees the scalers of the program.
+        clock: What sees the scalers of the program.
         given: Arguments of each guard.
     """
 
-    def __init__(self, watch: Watch, given: dict[str, Any]) -> None:
-        self._watch, self._given, self._inside = watch, given, _Inside()
+    def __init__(self, clock: ScalerClock, given: dict[str, Any]) -> None:
+        self._clock, self._given, self._inside = clock, given, _Inside()
         self._said_closure = False
         self._guards = weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard]()
         kind: Any = torch.optim.Optimizer
@@ -63,7 +63,7 @@ class GuardedSteps:
         if torch.compiler.is_compiling() or is_capturing():
             return True
         ours = set(map(id, self._guards.values()))
-        records = self._watch.records.values()
+        records = self._clock.records.values()
         return any(one.scaler._enabled and id(one.scaler) not in ours for one in records)
 
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:

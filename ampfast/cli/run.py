@@ -15,7 +15,7 @@ from typing import Any
 import ampfast
 from ampfast import StepGuard
 from ampfast.cli.guarded_steps import GuardedSteps
-from ampfast.cli.scaler_clock import Record, Watch, is_first_rank
+from ampfast.cli.scaler_clock import Record, ScalerClock, is_first_rank
 from ampfast.errors import float_of
 from ampfast.scaler import loop_checks
 
@@ -54,7 +54,7 @@ class _Patched:
 
 
 def patch_with_children(
-    clip: bool, guard: bool, given: dict[str, Any], watch: Watch | None = None
+    clip: bool, guard: bool, given: dict[str, Any], clock: ScalerClock | None = None
 ) -> None:
     """Calls `patch()` here, and in the processes that multiprocessing spawns from here.
 
@@ -62,14 +62,14 @@ def patch_with_children(
         clip: Whether torch's `clip_grad_norm_` is replaced, too.
         guard: Whether the steps of optimizers are guarded.
         given: Arguments of `GradScaler` that scalers get by default, `skip_above` as text.
-        watch: What watches the scalers of this process; None for one of its own.
+        clock: What watches the scalers of this process; None for one of its own.
     """
     ampfast.patch(clip_grad_norm=clip)
     arguments, limit = {**given}, given.get("skip_above")
     arguments["skip_above"] = None if limit is None else skip_limit(limit)
     if guard:
-        watch = watch or Watch(*_KINDS, keeps_values=False, ended=lambda _: None)
-        GuardedSteps(watch, arguments)
+        clock = clock or ScalerClock(*_KINDS, keeps_values=False, ended=lambda _: None)
+        GuardedSteps(clock, arguments)
     defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
     defaults.update(arguments)
     prepared, ours = spawn.get_preparation_data, _Patched(clip, guard, given)
@@ -127,7 +127,7 @@ def run(
     def finish() -> None:
         # It reports neither in a fork of the program's, nor a second time.
         if os.getpid() == process and not is_over:
-            _report(watch, record, _NO_STEP if guard else _NO_SCALER, failed)
+            _report(clock, record, _NO_STEP if guard else _NO_SCALER, failed)
 
     def ended(one: Record) -> None:
         nonlocal is_over
@@ -139,9 +139,9 @@ def run(
         if is_over:
             raise _Ended(0)
 
-    watch = Watch(*_KINDS, keeps_values=record is not None, ended=ended)
+    clock = ScalerClock(*_KINDS, keeps_values=record is not None, ended=ended)
     if not keep_torch:
-        patch_with_children(clip, guard, given, watch)
+        patch_with_children(clip, guard, given, clock)
         if record is None:  # what is compared has no other cost
             loop_checks.start(ampfast.GradScaler, is_whole=True)
         if not guard and given.get("skip_above") is not None and is_first_rank():
@@ -173,13 +173,13 @@ def _execute(program: str, path: str, is_module: bool) -> None:
         exec(code, vars(main))
 
 
-def _report(watch: Watch, file: str | None, nothing: str, failed: bool) -> None:
+def _report(clock: ScalerClock, file: str | None, nothing: str, failed: bool) -> None:
     """Writes the records to a file, or prints a line for each; `nothing` if there is none."""
-    records = list(watch.records.values())
+    records = list(clock.records.values())
     # A guard of an optimizer in another one has no steps.
     records = [one for one in records if one.steps or not isinstance(one.scaler, StepGuard)]
     if file is not None:
-        weights = watch.weights()
+        weights = clock.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
     elif is_first_rank():
         lines = [describe(one) for one in records[:_MOST]]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfast.backends.aten import local_of
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.scaler.late_backward import visited
 from ampfast.scaler.overrides import replace_method
@@ -38,7 +39,7 @@ def checksum(tensor: Tensor) -> int:
 
     The bits of all NaNs count as equal, as torch's kernels write several kinds.
     """
-    values = getattr(tensor, "to_local", lambda: tensor)().detach()
+    values = local_of(tensor).detach()
     values = (values if values.layout is torch.strided else values.to_dense()).cpu()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     if values.is_floating_point() and values.element_size() > 1:
@@ -83,7 +84,7 @@ class Record:
         """Keeps the losses in an argument of `scale`; returns what takes the argument's place."""
 
         def keep(loss: Tensor) -> None:
-            self._keep("losses", getattr(loss, "to_local", lambda: loss)().detach().sum())
+            self._keep("losses", local_of(loss).detach().sum())
 
         return visited(outputs, keep)
 
@@ -123,8 +124,8 @@ class _Inside(threading.local):
     record: Record | None = None
 
 
-class Watch:
-    """Watches the scalers of some classes, and the optimizers that are made from now on.
+class ScalerClock:
+    """Times the scalers of some classes; sees the optimizers that are made from now on.
 
     Args:
         kinds: Classes, whose methods are replaced by timed ones.

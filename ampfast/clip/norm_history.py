@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -423,9 +423,10 @@ def require_norms(saved: Any) -> list[Saved]:
     Raises:
         ValueError: If they are not, for each optimizer, pairs of a rule's name and finite floats.
     """
+    names = [rule.__name__ for rule in (Sigmas, *get_args(ClipLimit))]
     try:
         are_valid = type(saved) is list and all(
-            name in ("Sigmas", "Percentile", "ZScore")
+            name in names
             and len(words) >= norm_layout.RING
             and all(type(word) is float and 0 <= word < math.inf for word in words)
             and words[norm_layout.COUNT] < 2**53
@@ -437,7 +438,7 @@ def require_norms(saved: Any) -> list[Saved]:
         are_valid = False
     if not are_valid:
         raise ValueError(
-            "the checkpoint's norms must be lists of pairs, of 'Sigmas', 'Percentile' or 'ZScore' "
-            f"and {norm_layout.RING} or more finite floats, the first one a count, got {saved!r}"
+            f"the checkpoint's norms must be lists of pairs, of a name among {names} and "
+            f"{norm_layout.RING} or more finite floats, the first one a count, got {saved!r}"
         )
     return saved  # type: ignore[no-any-return]

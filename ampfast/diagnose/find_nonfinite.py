@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampfast import backends
 from ampfast.backends import core
+from ampfast.backends.aten import local_of
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.scalars import allocate, widest
 from ampfast.errors import not_compiled
@@ -351,8 +352,7 @@ def _read_by_ops(tensor: Tensor, table: Tensor, row: int) -> bool:
     try:
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        values = core.real_view(local.detach())
+        values = core.real_view(local_of(tensor).detach())
         peak = values.numel() and torch.linalg.vector_norm(values, math.inf, dtype=table.dtype)
         table[row, 0] = peak
     except Exception:  # a class may refuse any op

@@ -140,11 +140,10 @@ class Tracking:
 
     Args:
         names: Names of parameters.
-        measures: Whether norms are kept by parameter, too.
     """
 
-    def __init__(self, names: Names, measures: bool = False) -> None:
-        self._names, self._measures = names, measures
+    def __init__(self, names: Names) -> None:
+        self._names = names
         # In the order of the optimizers' first passes.
         self._histories: list[_History] = []
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import ampfast
-from ampfast import backends, functional, report
+from ampfast import backends, callbacks, functional, report
 
-MODULES = (ampfast, backends, functional, report)
+MODULES = (ampfast, backends, callbacks, functional, report)
 
 
 def exported(module: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -88,7 +88,7 @@ def test_classes(name: str) -> None:
             f.name for f in dataclasses.fields(kind) if not f.name.startswith("_")
         }
     elif "__init__" in vars(kind) and not getattr(kind, "_is_protocol", False):
-        if parameters(kind) and not name.startswith("Patch"):
+        if parameters(kind) and not name.startswith(("Patch", "Guarded")):
             assert listed(said["Args"]) == parameters(kind)
         missing = raised(vars(kind)["__init__"]) - listed(said.get("Raises", ""))
         assert missing == set()
