@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient
+from support.kernels import flag as f32
 from support.models import exact_norm
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
@@ -19,10 +20,6 @@ from ampfast import functional
 OPS = torch.ops.ampfast
 INT32_MAX = 2**31 - 1
 torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-
-
-def f32(value: float, device: str = "cpu") -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def i32(value: int) -> torch.Tensor:

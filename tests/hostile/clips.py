@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support.comparison import FLOATS, started
-from support.models import clip_by_hand, coefficient_of, exact_norm, inverse_of, ulps, unscaled
+from support.kernels import inverse_of
+from support.models import clip_by_hand, coefficient_of, exact_norm, ulps, unscaled
 from tally import Tally, main
 
 from ampfast import GradScaler
@@ -139,7 +140,7 @@ def fault(case: Case) -> str | None:
 
     wide = {g.dtype for g in before} == {torch.float64}
     elements = sum(g.numel() for g in before)
-    unrounded = [g.double() * inverse_of(case.scale).double() for g in before]
+    unrounded = [g.double() * inverse_of(case.scale) for g in before]
     if not case.in_place:
         unrounded = [g.double() / case.scale for g in before]
     # Of the products, of what torch's op writes, or of exact products, as those of gradients with

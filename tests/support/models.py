@@ -19,7 +19,7 @@ from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Update, norm_
 from ampfast.backends.core import state_layout as layout
 from ampfast.scaler.loss_scale import Limits, LossScale
 from support.comparison import BITS, FLOATS, assert_same
-from support.kernels import Track, flag, grads_of, run_check, storage
+from support.kernels import Track, flag, grads_of, inverse_of, run_check, storage, torch_unscale_
 
 # Bound on the relative error of a norm against the float64 norm of the unscaled values: one
 # rounding of each value, whose mean counts, and one of the norm. A float64 norm sums thousands of
@@ -45,27 +45,20 @@ def ulps(ours: torch.Tensor, exact: torch.Tensor) -> int:
     return int((ordered_bits(ours) - ordered_bits(rounded)).abs().max())
 
 
-def inverse_of(scale: float) -> torch.Tensor:
-    return torch.tensor(scale, dtype=torch.float32).double().reciprocal().float()
-
-
 def unscaled(grads: Iterable[torch.Tensor], scale: float) -> list[torch.Tensor]:
     """Gradients as torch's op unscales them."""
-    inverse, written = inverse_of(scale), []
-    for grad in grads:
-        copy = grad.detach().clone(memory_format=torch.contiguous_format)
-        found = torch.zeros(())
-        torch._amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
-        written.append(copy)
+    written = [g.detach().clone(memory_format=torch.contiguous_format) for g in grads]
+    for each in written:
+        torch_unscale_([each], inverse_of(scale))
     return written
 
 
 def exact_norm(grads: Sequence[torch.Tensor], scale: float, order: float = 2.0) -> float:
     """Float64 norm of the unscaled values, not rounded to 16 bit."""
-    inverse, values = inverse_of(scale), [np.zeros(1)]
+    values = [np.zeros(1)]
     for grad in grads:
         wide = grad.detach().reshape(-1).to(torch.promote_types(grad.dtype, torch.float32))
-        values.append((wide * inverse.to(wide.dtype)).double().abs().numpy())
+        values.append((wide * inverse_of(scale)).double().abs().numpy())
     every = np.concatenate(values)
     if order == math.inf:
         return float(every.max())
