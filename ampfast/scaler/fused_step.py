@@ -52,7 +52,8 @@ def step_fused(
         return result
     except BaseException as error:
         if grad_scale is not None and not isinstance(error, Exception):
-            # The kernels may have divided gradients before the interrupt.
+            # The kernels may have divided gradients before the interrupt. Nothing tells whether an
+            # error came before them, as from a hook, so that the step may be repeated, or after.
             begin([turn])
             turn.divisor = None
         raise
