@@ -248,9 +248,9 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   return claim;
 }
 
-// divides_by_itself(records, optimizer) -> whether its step divides by grad_scale and skips by
+// divides(records, optimizer) -> whether its step divides by grad_scale and skips by
 // found_inf; its record keeps the answer until the claim or torch's kernels change
-PyObject* divides_by_itself(PyObject* const* args) {
+PyObject* divides(PyObject* const* args) {
   static PyObject* const module =
       py::module_::import("ampfast.optim.fused_support").release().ptr();
   static PyObject* const torch = py::module_::import("torch").release().ptr();
@@ -302,7 +302,7 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<is_found, 1>(m, "is_found");
   add_call<flag_of, 1>(m, "flag_of");
-  add_call<divides_by_itself, 2>(m, "divides_by_itself");
+  add_call<divides, 2>(m, "divides");
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");

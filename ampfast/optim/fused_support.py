@@ -146,7 +146,7 @@ def can_defer(optimizer: Any, records: Records, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
-    if takes_grad_scaler(optimizer.step) or not core.divides_by_itself(records, optimizer):
+    if takes_grad_scaler(optimizer.step) or not core.divides(records, optimizer):
         return False
     if hasattr(optimizer, "grad_scale"):
         raise own_grad_scale(optimizer)
@@ -172,7 +172,7 @@ def decide_division(optimizer: Any, record: Record, claim: list[Any]) -> bool:
     Its class says so, or the object itself if torch's constructor made it: what it has from another
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
-    host skips its step. `core.divides_by_itself` asks once for each claim, of what may decide it:
+    host skips its step. `core.divides` asks once for each claim, of what may decide it:
     its record keeps the answer.
     """
     kind = type(optimizer)

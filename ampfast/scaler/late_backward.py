@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends.core import divides_by_itself
+from ampfast.backends.core import divides
 from ampfast.errors import warn_caller
 from ampfast.gradients import READY, UNSCALED, Turn
 
@@ -76,7 +76,7 @@ def warn(scaler: Any, optimizer: object, turn: Turn, text: str) -> None:
     if turn["stage"] is READY or scaler._warned_of_backward:
         return
     flags = turn["found_inf_per_device"]
-    if flags or divides_by_itself(scaler._records, optimizer):
+    if flags or divides(scaler._records, optimizer):
         scaler._warned_of_backward = True
         warn_caller(text.format(type(optimizer).__name__))
 

@@ -7,14 +7,9 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from ampfast.backends.core import divides_by_itself
+from ampfast.backends.core import divides
 from ampfast.gradients import READY, TorchGradScaler, Turn
-from ampfast.optim.fused_support import (
-    explain,
-    legacy_step,
-    no_inf_checks,
-    takes_grad_scaler,
-)
+from ampfast.optim.fused_support import explain, legacy_step, no_inf_checks, takes_grad_scaler
 
 Methods = dict[str, Callable[..., Any] | None]
 
@@ -64,9 +59,9 @@ def step_hooked(
     Except for an optimizer that torch would misjudge, or warn of at a line of this file.
     """
     asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-    divides = asks and divides_by_itself(scaler._records, optimizer)
-    is_legacy = divides and takes_grad_scaler(optimizer.step)
-    if not asks or (divides and not is_legacy):
+    is_fused = asks and divides(scaler._records, optimizer)
+    is_legacy = is_fused and takes_grad_scaler(optimizer.step)
+    if not asks or (is_fused and not is_legacy):
         return torchs_step(scaler, optimizer, args, kwargs)
     scaler._check_scale_growth_tracker("step")
     if is_legacy:
