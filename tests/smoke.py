@@ -66,7 +66,7 @@ def main() -> None:
     driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     cuda.load(torch.device("cpu"))
     found = driver.ptx_emulator_calls(b"cuModuleGetFunction")
-    demand(f"a driver is asked for {found} kernels of that image", found == 38)
+    demand(f"a driver is asked for {found} kernels of that image", found > 0)
 
     for fused in (False, True):
         ours = trained(ampfast.GradScaler("cpu", growth_interval=2), fused)
@@ -86,6 +86,7 @@ def main() -> None:
     demand("`--version` runs", ampfast.__version__ in said("--version"))
     facts = json.loads(said("info", "--json"))
     demand("`info` runs", facts["devices"][0]["backend"] == "cpu")
+    demand("`check` finds no difference", "Nothing differs." in said("check"))
 
 
 if __name__ == "__main__":
