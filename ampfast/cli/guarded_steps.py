@@ -23,6 +23,10 @@ _CLOSURE = (
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
 
 
+class _Guard(StepGuard):
+    """One that the program did not make."""
+
+
 class _Inside(threading.local):
     """Whether this thread is in a guarded step."""
 
@@ -42,7 +46,7 @@ class GuardedSteps:
 
     def __init__(self, clock: ScalerClock, given: dict[str, Any]) -> None:
         self._clock, self._given, self._inside = clock, given, _Inside()
-        self._said_closure = False
+        self._said: set[type] = set()
         self._guards = weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard]()
         kind: Any = torch.optim.Optimizer
         hooked, init = kind.profile_hook_step, kind.__init__
@@ -52,7 +56,7 @@ class GuardedSteps:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
             # Of 16-bit models, too, which train without a scaler.
-            self._guards[optimizer] = StepGuard(allow_fp16=True, **self._given)
+            self._guards[optimizer] = _Guard(allow_fp16=True, **self._given)
 
         kind.__init__ = made
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -62,9 +66,8 @@ class GuardedSteps:
     def _is_off(self) -> bool:
         if torch.compiler.is_compiling() or is_capturing():
             return True
-        ours = set(map(id, self._guards.values()))
-        records = self._clock.records.values()
-        return any(one.scaler._enabled and id(one.scaler) not in ours for one in records)
+        scalers = [one.scaler for one in list(self._clock.records.values())]
+        return any(each._enabled and not isinstance(each, _Guard) for each in scalers)
 
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
@@ -73,10 +76,11 @@ class GuardedSteps:
             if guard is None or self._inside.step or self._is_off():
                 return step(optimizer, *args, **kwargs)
             if any(callable(each) for each in (*args, *kwargs.values())):
-                if not self._said_closure:
-                    self._said_closure = True
+                if type(optimizer) not in self._said:
+                    self._said.add(type(optimizer))
                     print(_CLOSURE.format(type(optimizer).__name__), file=sys.stderr)
                 return step(optimizer, *args, **kwargs)
+            kwargs.pop("closure", None)  # a scaler refuses the name, also for None
             self._inside.step = True
             try:
                 result = guard.step(optimizer, *args, **kwargs)

@@ -119,7 +119,7 @@ def run(
         The exit code 0; 2 without this script. Exceptions are the program's own.
     """
     path = os.path.abspath(program)
-    if not (is_module or os.path.exists(program)):
+    if not is_module and (os.path.isdir(program) or not os.path.exists(program)):
         print(f"ampfast: there is no script {program!r}", file=sys.stderr)
         return 2
     process, failed, is_over = os.getpid(), False, False

@@ -121,8 +121,9 @@ def test_what_is_missing_is_said(python: Call, program: str) -> None:
 
 
 def test_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(tmp_path / "nowhere.py"), "--help"]) == 2
-    assert capsys.readouterr().err == f"ampfast: there is no script '{tmp_path / 'nowhere.py'}'\n"
+    for path in (tmp_path, tmp_path / "nowhere.py"):
+        assert main(["run", str(path), "--help"]) == 2
+        assert capsys.readouterr().err == f"ampfast: there is no script '{path}'\n"
 
 
 @pytest.mark.sweep
@@ -151,7 +152,7 @@ torch.manual_seed(0)
 plain, fused = models = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
 optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=each is fused) for each in models]
 schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-lbfgs = torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters())
+closing = [each(torch.nn.Linear(2, 2).parameters()) for each in (torch.optim.LBFGS, torch.optim.SGD)]
 BAD = {6: 1e4, 9: math.nan} if "bad" in sys.argv else {}
 for step in range(12):
     for model, optimizer, schedule in zip(models, optimizers, schedules):
@@ -160,10 +161,10 @@ for step in range(12):
             (model(torch.randn(8, 4)).square().mean() * BAD.get(step, 1)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         before = model.weight.detach().clone()
-        optimizer.step()
+        optimizer.step(closure=None)
         schedule.step()
         print(step, torch.equal(before, model.weight), model.weight.sum().item().hex())
-    lbfgs.step(lambda: torch.ones(()))
+    [each.step(lambda: torch.ones(())) for each in closing]
 """
 
 
@@ -177,8 +178,9 @@ def test_steps_are_guarded_without_a_scaler(python: Call) -> None:
     assert [int(row[0]) for row in rows if row[1] == "True"] == [6, 6, 9, 9]
     skips = [line for line in done.stderr.splitlines() if " was skipped: " in line]
     assert [line.split()[1] for line in skips] == ["6", "6", "9", "9"]
-    said, *lines = (line for line in done.stderr.splitlines() if line.startswith("ampfast: "))
-    assert said.startswith("ampfast: steps of LBFGS with a closure are not guarded (for Lightning")
+    lbfgs, sgd, *lines = (line for line in done.stderr.splitlines() if line.startswith("ampfast: "))
+    assert lbfgs.startswith("ampfast: steps of LBFGS with a closure are not guarded (for Lightning")
+    assert sgd.startswith("ampfast: steps of SGD with a closure")
     counts = "12 steps, 2 skipped, 1 of them for their norm; the guard's own"
     for number, line in zip((1, 2), lines, strict=True):
         assert line.startswith(f"ampfast: scaler {number}: {counts}")
