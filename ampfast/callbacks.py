@@ -96,6 +96,8 @@ def guard(
     where = type(trainer.strategy).__name__ if by_lightning else str(accelerator.distributed_type)
     if any(name in where.lower() for name in ("deepspeed", "megatron")):
         raise ValueError(f"{where} takes the steps itself: a guard cannot skip them")
+    limits: dict[str, Any] = {"skip_above": skip_above, "max_skips": max_skips}
+    StepGuard(**limits)  # raises before anything is changed
     if earlier := vars(owner).get("_ampfast"):
         earlier.remove()
     scaler = getattr(owner, "scaler", None)
@@ -105,9 +107,9 @@ def guard(
             "ampfast.StepGuard(process_group=torch.distributed.group.WORLD) as its scaler first"
         )
     device = None if by_lightning else accelerator.device.type
-    handle = Guarded(_scaler_for(scaler, device, skip_above=skip_above, max_skips=max_skips))
+    handle = Guarded(_scaler_for(scaler, device, **limits))
     handle._put(owner, "_ampfast", handle)
-    for name, value in (("skip_above", skip_above), ("max_skips", max_skips)):
+    for name, value in limits.items():
         if scaler is handle.scaler and value is not None:
             handle._put(scaler, name, value)
     taken = _Figures(handle.scaler, prefix)

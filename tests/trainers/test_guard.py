@@ -248,6 +248,8 @@ def test_remove_and_what_is_refused() -> None:
     assert vars(accelerator) == before and optimizer.scaler is None
     accelerator.scaler = own = ampfast.GradScaler("cpu", skip_above=2.0)
     handle = ampfast.callbacks.guard(accelerator, max_skips=5)
+    with pytest.raises(TypeError, match="max_skips"):
+        ampfast.callbacks.guard(accelerator, skip_above=3.0, max_skips="5")  # type: ignore[arg-type]
     assert handle.scaler is own and (own.skip_above, own.max_skips) == (2.0, 5)
     handle.remove()
     assert accelerator.scaler is own and own.max_skips is None
