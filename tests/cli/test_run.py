@@ -152,7 +152,9 @@ torch.manual_seed(0)
 plain, fused = models = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
 optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=each is fused) for each in models]
 schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-closing = [each(torch.nn.Linear(2, 2).parameters()) for each in (torch.optim.LBFGS, torch.optim.SGD)]
+closing = [
+    each(torch.nn.Linear(2, 2).parameters()) for each in (torch.optim.LBFGS, torch.optim.SGD)
+]
 BAD = {6: 1e4, 9: math.nan} if "bad" in sys.argv else {}
 for step in range(12):
     for model, optimizer, schedule in zip(models, optimizers, schedules):
