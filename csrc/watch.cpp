@@ -46,11 +46,15 @@ bool is_readable(const at::Tensor& tensor) {
 class Reads : public std::enable_shared_from_this<Reads> {
  public:
   // `words` returns a scaler's state, or None. The tables of an earlier pass are used again, since
-  // new ones must be filled.
+  // new ones must be filled; another thread may still run or report that pass.
   Reads(py::object words, Reads* earlier) : words_(std::move(words)) {
     if (earlier != nullptr) {
       unused_.swap(earlier->tables);
-      earlier->filling_.clear();  // another thread may still run it
+      earlier->filling_.clear();
+      earlier->gradients.clear();
+      for (auto& [row, dtype] : earlier->values) {
+        row.reset();
+      }
     }
   }
 
@@ -125,7 +129,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
 
   // The table of a stream, in whose order it was filled with zeros.
   struct Filling {
-    Way way;
+    Way way = Way::kTorchOps;
     size_t table = 0;
     int64_t used = kRows;
   };
@@ -186,31 +190,37 @@ class Reads : public std::enable_shared_from_this<Reads> {
     const at::Device device = tensor.device();
     const c10::DeviceGuard here(device);
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    auto place = filling_.find(stream);
-    if (place == filling_.end()) {
-      const auto way = static_cast<Way>(of_python("_way_of")(device).cast<int>());
-      place = filling_.emplace(stream, Filling{way}).first;
+    // A copy: as Python runs, other threads may read, and drop this pass.
+    Filling filling{};
+    if (const auto place = filling_.find(stream); place != filling_.end()) {
+      filling = place->second;
+    } else {
+      filling.way = static_cast<Way>(of_python("_way_of")(device).cast<int>());
     }
-    auto& [way, number, used] = place->second;
-    if (used == kRows) {
-      number = tables.size();
+    if (filling.used == kRows) {
+      const size_t number = tables.size();
       const bool is_kept = number < unused_.size() && unused_[number].device() == device;
-      tables.push_back(is_kept ? unused_[number]
-                               : of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords})
-                                     .cast<at::Tensor>());
-      used = 0;
+      at::Tensor added =
+          is_kept
+              ? unused_[number]
+              : of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords}).cast<at::Tensor>();
+      filling.table = tables.size();
+      tables.push_back(std::move(added));
+      filling.used = 0;
     }
-    const at::Tensor& table = tables[number];
-    const int64_t row = used++;
-    const Row result{time++, static_cast<int64_t>(number) * kRows + row};
-    if (way == Way::kTorchOps || tensor.numel() == 0 || !is_regular(tensor, kKernelDevices)) {
+    const at::Tensor table = tables[filling.table];
+    const int64_t row = filling.used++;
+    const Row result{time++, static_cast<int64_t>(filling.table) * kRows + row};
+    filling_.insert_or_assign(stream, filling);
+    if (filling.way == Way::kTorchOps || tensor.numel() == 0 ||
+        !is_regular(tensor, kKernelDevices)) {
       const bool is_read = of_python("_read_by_ops")(tensor, table, row).cast<bool>();
       return is_read ? std::optional(result) : std::nullopt;
     }
     double* words = table.mutable_data_ptr<double>() + row * kPeakWords;
     GradList list(device, nullptr);
     list.add(tensor, false, 0);
-    if (way == Way::kCuda) {
+    if (filling.way == Way::kCuda) {
       cuda::read_peak(list, words);
     } else {
       cpu::Work work;

@@ -213,18 +213,19 @@ class NonFiniteFinder:
         """The fault of each pass that had one, its time, and the updates before its gradients."""
         refuse_capture("a report that the host reads", "ask after the replay")
         # As they are now: other threads may run the models.
-        passes = [(list(each.ended), *each.reads.so_far()) for each in tuple(self._passes)]
+        passes = [(each, list(each.ended), *each.reads.so_far()) for each in tuple(self._passes)]
         tables = [table[:, 0] for *_, tables, _ in passes for table in tables]
         if not tables:
             return []
         tables += [updates for *_, updates in passes if updates is not None]
         on_host = iter(torch.cat([each.to(tables[0]) for each in tables]).tolist())
         peaks = [list(islice(on_host, sum(map(len, tables)))) for *_, tables, _ in passes]
-        faults = []
-        for ago, one in zip(reversed(range(len(passes))), passes, strict=True):
-            ended, values, gradients, _, updates = one
-            fault = _fault_of(ended, values, gradients, peaks.pop(0), ago)
-            step = 0 if updates is None else int(next(on_host))
+        # One that another thread dropped has given its tables away.
+        kept, faults = set(self._passes), []
+        for ago, each in zip(reversed(range(len(passes))), passes, strict=True):
+            one, ended, values, gradients, _, updates = each
+            found, step = peaks.pop(0), 0 if updates is None else int(next(on_host))
+            fault = _fault_of(ended, values, gradients, found, ago) if one in kept else None
             if fault is not None:
                 faults.append((step if gradients else None, *fault))
         return faults
