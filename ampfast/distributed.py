@@ -96,6 +96,7 @@ class LocalShards:
     """Collector of local shards, called by the walk for each distributed gradient.
 
     Attributes:
+        ranks: The ranks, which know layouts and agreements.
         layouts: Layout by parameter number.
         partial: Gradients that are partial sums, by parameter number.
     """
@@ -104,18 +105,18 @@ class LocalShards:
         self.layouts: dict[int, Layout] = {}
         self.partial: dict[int, DTensor] = {}
         self._dtensor = dtensor
-        self._ranks = ranks
+        self.ranks = ranks
 
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
         """Returns the local shard of a distributed gradient whose placements are known."""
         if grad is None:
             # Another rank may have a shard of this gradient, whose flag all ranks reduce.
             if self.is_distributed(param) and param.requires_grad:
-                self.layouts[number] = self._ranks.layout_of(param)
+                self.layouts[number] = self.ranks.layout_of(param)
             return None
         if not self.is_distributed(grad):
             return None
-        layout = self.layouts[number] = self._ranks.layout_of(grad)
+        layout = self.layouts[number] = self.ranks.layout_of(grad)
         if not layout.is_known:
             return None
         if layout.is_partial:
@@ -129,10 +130,6 @@ class LocalShards:
     def is_distributed(self, tensor: object) -> TypeGuard[DTensor]:
         return isinstance(tensor, self._dtensor)
 
-    def agreement(self) -> Agreement | None:
-        """Returns the agreement on these gradients."""
-        return self._ranks.agreement(self.layouts.values())
-
     def reduced(self) -> Iterator[tuple[int, Tensor]]:
         """Yields parameter number and local tensor of the gradients in `partial`, reduced."""
         for number, grad in self.partial.items():
@@ -141,8 +138,9 @@ class LocalShards:
     def agree_(self, found_inf: Tensor) -> None:
         """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""
         for _, reduced in self.reduced():
-            aten.check_([reduced.clone()], found_inf)
-        agreement = self.agreement()
+            work = core.Pass(False, core.Factor.NONE, found_inf=found_inf)
+            aten.run(aten.TensorList.of([reduced.clone()]), work)
+        agreement = self.ranks.agreement(self.layouts.values())
         if agreement is not None:
             agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
@@ -446,7 +444,7 @@ class Ranks:
         for number, param in enumerate(param for group in groups for param in group["params"]):
             if shards.is_distributed(param):
                 shards(param, param.grad, number)
-        return shards.agreement()
+        return self.agreement(shards.layouts.values())
 
     def groups(self) -> list[Group]:
         """Returns the scaler's own group; several for a mesh that no group spans.

@@ -187,7 +187,7 @@ def _grad_norm(
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    found, agreement = _found(local), shards.agreement()
+    found, agreement = _found(local), shards.ranks.agreement(shards.layouts.values())
     work = Pass(False, Factor.NONE if inv_scale is None else Factor.TIMES, inv_scale)
     term = global_norm.NormTerm(list(grads), (), found, work, shards)
     sums, _ = global_norm.sums_of([term], order, device, agreement)

@@ -251,10 +251,10 @@ def _times(norms: Tensor, factor: Tensor, peaks: Tensor) -> Tensor:
 def _count_group_(group: _Group, work: Pass, factor: Tensor | None, peaks: list[Tensor]) -> None:
     """Counts overflows of the parameters of a group; of a single gradient those on this rank."""
     if not group.is_usual:
-        local = _local(group.tensors[0])
+        local = local_of(group.tensors[0])
         by = None if work.write else factor
         peaks = []
-        if local.numel():
+        if type(local) is Tensor and local.numel():
             peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
             peaks = [_used(peak, local.dtype, by, work.how == Factor.DIVIDE)]
     if peaks and work.marks is not None and work.now is not None:
@@ -456,14 +456,6 @@ def _require_op(device: torch.device, dtype: torch.dtype) -> None:
         _check_and_unscale_([none], new_flag(device), _one(device))
 
 
-def check_(grads: list[Tensor], found_inf: Tensor) -> None:
-    """Sets `found_inf` if a value is inf or NaN.
-
-    torch's op writes as it checks, so it refuses the same gradients as in unscaling.
-    """
-    run(TensorList.of(grads), Pass(False, Factor.NONE, found_inf=found_inf))
-
-
 def norms(grads: list[Tensor], how: Factor, factor: Tensor | None) -> Tensor:
     """Returns sum of squares and largest magnitude of the gradients as they are used.
 
@@ -592,14 +584,6 @@ def local_of(tensor: Tensor) -> Tensor:
     """Returns what this rank has of a tensor: the shard of a DTensor, else the tensor."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
-
-
-def _local(grad: Tensor) -> Tensor:
-    """Values of a gradient on this rank: the shard of a DTensor, none of other subclasses."""
-    local = local_of(grad)
-    if type(local) is not Tensor:
-        return allocate(torch.empty, 0, dtype=torch.float32, device="cpu")
-    return local.detach()
 
 
 def _product(grad: Tensor, factor: Tensor, divides: bool = False) -> Tensor:

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ampfast import backends
-from ampfast.backends import core
-from ampfast.backends.aten import local_of
+from ampfast.backends import aten, core
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.scalars import allocate, widest
 from ampfast.errors import not_compiled
@@ -353,7 +352,7 @@ def _read_by_ops(tensor: Tensor, table: Tensor, row: int) -> bool:
     try:
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
-        values = core.real_view(local_of(tensor).detach())
+        values = core.real_view(aten.local_of(tensor).detach())
         peak = values.numel() and torch.linalg.vector_norm(values, math.inf, dtype=table.dtype)
         table[row, 0] = peak
     except Exception:  # a class may refuse any op
