@@ -219,7 +219,7 @@ class GradScaler(TorchGradScaler):
         scaled = outputs * scale if is_here else super().scale(outputs)
         if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
             turns = self._records.in_iteration(self._per_optimizer_states)
-            scaled = late_backward.watch(scaled, turns)
+            scaled = late_backward.compared(scaled, turns)
         return scaled
 
     @property
@@ -645,7 +645,7 @@ class GradScaler(TorchGradScaler):
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""
         if not self._enabled:
-            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
+            return self._loss_scale.stats_before(1.0, 0)
         if self._scale is None or self._growth_tracker is None:
             return self._loss_scale.stats_before(self.get_scale(), self._init_growth_tracker)
         refuse_capture("counts that the host reads", "read them after the replay")

@@ -37,7 +37,7 @@ def unscaled(outputs: Any) -> Any:
     return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
 
 
-def watch(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
+def compared(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
     """Marks the turns of optimizers whose gradients a backward of `scaled` will write as late.
 
     Comparing gradients before and after the backward tells it from a clip, which writes them, too.
