@@ -85,9 +85,9 @@ def guard(
         A handle with the scaler, and `remove()`.
 
     Raises:
-        TypeError: If it is another trainer.
+        TypeError: If it is another trainer, or as `GradScaler`.
         ValueError: If DeepSpeed or Megatron-LM takes the steps; for FSDP1 without a scaler, where
-            the error names what to do.
+            the error names what to do; or as `GradScaler`.
     """
     library = _library_of(trainer)
     by_lightning = library in ("lightning", "pytorch_lightning")
