@@ -19,7 +19,7 @@ namespace {
 namespace autograd = torch::autograd;
 
 // Rows of a table that is added when the others are full.
-constexpr int64_t kRows = 32;
+constexpr int64_t kRows = 128;
 // How deep structures of tensors are looked into.
 constexpr int kDepth = 16;
 
