@@ -69,7 +69,7 @@ def guard(
     Where the trainer has a scaler, as for float16 on a GPU, a `GradScaler` takes its place and its
     state; elsewhere a `StepGuard` is installed. The norm is that before the trainer clips, and the
     other steps stay equal bit for bit. A scaler of ampfast stays; a guard from an earlier call is
-    removed first. Its state is part of the trainer's checkpoints. `report.figures` go to the
+    removed first. The trainer's checkpoints have the state. `report.figures` go to the
     trainer's logger where that logs its own figures, or with each `log` of an `Accelerator`; the
     host reads them only then. After an overflow the report of a scaler that tracks goes to Python's
     logger "ampfast". Steps of LBFGS are not guarded.
