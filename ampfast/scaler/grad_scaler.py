@@ -798,7 +798,8 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not pass it
-        turn = turn_of(self._records, self._per_optimizer_states, optimizer)
+        # As by torch's, an error leaves no new turn.
+        turn = turn_of(self._records, {**self._per_optimizer_states}, optimizer)
         given = (optimizer, turn, inv_scale, found_inf, allow_fp16)
         scale = self._get_scale_async() if self._track is not None else None
         return self._passes.run_hook(*given, scale)
@@ -809,7 +810,7 @@ class GradScaler(TorchGradScaler):
             turn = turn_of(self._records, self._per_optimizer_states, optimizer)
             return self._passes.agree_beside_hooks(optimizer, turn, self._scale)
         scale = self._checked_scale("_check_inf_per_device", optimizer)
-        turns = {**self._per_optimizer_states}  # as by torch's, an error leaves no new one
+        turns = {**self._per_optimizer_states}
         turn = turn_of(self._records, turns, optimizer)
         flags = self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
         self._per_optimizer_states.update(turns)

@@ -116,9 +116,10 @@ def without_state(case: tuple[str, str], kind: Scaler) -> Any:
     return outcome(lambda: getattr(scaler, call)(*arguments)).comparable()
 
 
-@scenario
-def an_error_of_the_check_leaves_no_turn(kind: Scaler) -> Any:
-    scaler, param = started(kind), torch.nn.Parameter(torch.ones(2))
+@scenario_of(("repr", "_get_scale_async"))
+def an_error_of_the_check_leaves_no_turn(overridden: str, kind: Scaler) -> Any:
+    own: Any = type("Own", (kind,), {overridden: lambda self: getattr(kind, overridden)(self)})
+    scaler, param = started(own), torch.nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)._neg_view()
     found = outcome(lambda: scaler._check_inf_per_device(torch.optim.SGD([param], lr=1.0)))
     return [type(found.error), len(scaler._per_optimizer_states)]
