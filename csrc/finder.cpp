@@ -71,16 +71,9 @@ struct Finder {
   std::vector<Backend> backends_;
 
   const Backend& backend_on(at::Device device);
-  bool share_memory(const std::vector<Term>& terms) const;
-  void unscale_first(std::vector<Term>& terms, Aim aim, const py::object& agreement);
-  at::Tensor sums_of(std::vector<Term>& terms, at::Device device, at::ScalarType wide, double order,
-                     const py::object& agreement, bool is_read);
-  at::Tensor sums_of_python(std::vector<Term>& terms, at::Device device, double order,
-                            const py::object& agreement, bool is_read);
-  bool can_agree(const std::vector<Term>& terms, at::Device device) const;
-  at::Tensor agreed(std::vector<Term>& terms, const std::vector<at::Tensor>& rows, bool largest,
-                    const py::object& agreement, bool is_read);
   void decide(const std::shared_ptr<ClipObject>& clip);
+
+  struct Norm;
 };
 
 const Finder::Backend& Finder::backend_on(at::Device device) {
@@ -264,163 +257,6 @@ void Finder::agree(const Turn& turn) {
   turn.agreed();
 }
 
-bool Finder::share_memory(const std::vector<Term>& terms) const {
-  Tensors grads;
-  for (const Term& term : terms) {
-    term.found->add_grads(grads);
-  }
-  return have_shared_memory(grads);
-}
-
-// Unscales gradients that share memory, each as often as it is listed, as torch does.
-void Finder::unscale_first(std::vector<Term>& terms, Aim aim, const py::object& agreement) {
-  const bool takes_fp16 = aim == Aim::kMeasure || allow_fp16;
-  for (Term& term : terms) {
-    if (term.use != Use::kAsTheyAre) {
-      term.found = find(term.optimizer, reading(true, takes_fp16), true);
-      term.found->require_unscalable();
-      if (aim != Aim::kStep) {
-        term.found->require_writable();
-      }
-    }
-  }
-  for (Term& term : terms) {
-    if (term.use != Use::kAsTheyAre) {
-      if (aim != Aim::kMeasure) {
-        term.turn.begin(agreement);
-      }
-      Pass pass = *unscaling;
-      pass.write = true;
-      term.found->run(pass, running(term.rows));
-    }
-    term.use = Use::kAsTheyAre;
-    term.pass = std::make_shared<Pass>();
-    term.writes = aim != Aim::kMeasure;
-    term.unscales = false;
-  }
-}
-
-// The sums of a clip, a row for each list; the terms get their flags. If they are `is_read` alone,
-// their turns do not matter.
-at::Tensor Finder::sums_of(std::vector<Term>& terms, at::Device device, at::ScalarType wide,
-                           double order, const py::object& agreement, bool is_read) {
-  const bool largest = std::isinf(order);
-  const bool is_for_kernels =
-      order == 2 || (largest && std::none_of(terms.begin(), terms.end(), [](const Term& term) {
-                       return term.found->walk.has_complex;
-                     }));
-  if (!is_for_kernels || !(agreement.is_none() || can_agree(terms, device))) {
-    return sums_of_python(terms, device, order, agreement, is_read);
-  }
-  std::vector<at::Tensor> rows;
-  for (Term& term : terms) {
-    Running how = running(term.rows);
-    how.sums = &rows;
-    how.turn = term.unscales ? &term.turn : nullptr;
-    term.flags = term.found->run(*term.pass, how);
-  }
-  if (!agreement.is_none()) {
-    return agreed(terms, rows, largest, agreement, is_read);
-  }
-  if (rows.size() == 1 && rows[0].device() == device) {
-    return rows[0].dim() == 2 ? rows[0] : rows[0].unsqueeze(0);
-  }
-  if (rows.empty()) {
-    return allocated({1, 2}, at::TensorOptions(wide).device(device)).zero_();
-  }
-  for (at::Tensor& row : rows) {
-    row = moved(row.reshape({2}), device);
-  }
-  return at::stack(rows);
-}
-
-// Where torch's ops take the norms, or ranks hold parts of a gradient.
-at::Tensor Finder::sums_of_python(std::vector<Term>& terms, at::Device device, double order,
-                                  const py::object& agreement, bool is_read) {
-  py::list given;
-  for (const Term& term : terms) {
-    term.found->walk.hold();
-    const py::handle turn = is_read ? Py_None : term.turn.object();
-    given.append(
-        py::make_tuple(py::handle(term.optimizer), turn, term.found, term.pass, term.rows));
-  }
-  const py::tuple measured = of_python("ampfast.clip.global_norm", "measured")(
-      given, order, device_object(device), agreement, words);
-  const py::list flags = measured[1];
-  for (size_t i = 0; i < terms.size(); ++i) {
-    for (const auto& [at, flag] : py::dict(flags[i])) {
-      terms[i].flags.emplace_back(at.cast<at::Device>(), flag.cast<at::Tensor>());
-    }
-  }
-  return measured[0].cast<at::Tensor>();
-}
-
-// Whether ranks agree on what lists of the CPU tell, of which every gradient counts, or none.
-bool Finder::can_agree(const std::vector<Term>& terms, at::Device device) const {
-  static const py::handle replicated = of_python("ampfast.distributed", "_marks").release();
-  bool can = device.is_cpu() && !is_observed() && PyDict_Size(replicated.ptr()) == 0;
-  for (const Term& term : terms) {
-    can = can && term.found->walk.shards.is_none();
-    for (const Batch& batch : term.found->batches) {
-      can = can && batch.list && batch.device.is_cpu();
-    }
-  }
-  return can;
-}
-
-// The sums and flags of all ranks by one collective, as by `Agreement.all_reduce_norm`.
-at::Tensor Finder::agreed(std::vector<Term>& terms, const std::vector<at::Tensor>& rows,
-                          bool largest, const py::object& agreement, bool is_read) {
-  constexpr int64_t kOverflow = int64_t{1} << 32;  // `_FOUND` in distributed.py
-  for (const Term& term : terms) {
-    if (!is_read && term.turn.is_ready()) {
-      term.turn.flags(term.flags);
-      term.turn.set("agreement", agreement);
-    }
-  }
-  double sum = 0, peak = 0;
-  if (agreement.attr("counts")(py::none()).cast<bool>()) {
-    for (const at::Tensor& row : rows) {
-      const auto* values = row.const_data_ptr<double>();
-      sum += values[0];
-      peak = larger_or_nan(peak, values[1]);
-    }
-  }
-  const int64_t size = 1 + static_cast<int64_t>(terms.size());
-  const at::Tensor all = allocated({size}, largest ? at::kLong : at::kDouble);
-  // The bits of floats that are not negative keep their order, with NaN on top.
-  const auto put = [&](int64_t place, double value, int64_t word) {
-    if (largest) {
-      all.mutable_data_ptr<int64_t>()[place] = word;
-    } else {
-      all.mutable_data_ptr<double>()[place] = value;
-    }
-  };
-  put(0, sum, bits_as<int64_t>(peak));
-  for (size_t i = 0; i < terms.size(); ++i) {
-    int64_t level = terms[i].flags.empty() ? 0 : 1;
-    for (const auto& [at, flag] : terms[i].flags) {
-      level |= *flag.const_data_ptr<float>() != 0 ? kOverflow : 0;
-    }
-    put(static_cast<int64_t>(i) + 1, static_cast<double>(level), level);
-  }
-  const auto op = py::module_::import("torch.distributed").attr("ReduceOp");
-  agreement.attr("reduce_")(all, op.attr(largest ? "MAX" : "SUM"));
-  for (size_t i = 0; i < terms.size(); ++i) {
-    const double level = largest ? static_cast<double>(all.const_data_ptr<int64_t>()[i + 1])
-                                 : all.const_data_ptr<double>()[i + 1];
-    terms[i].flags.clear();
-    if (level > 0) {
-      terms[i].flags.emplace_back(at::kCPU, new_scalar<float>(level >= kOverflow ? 1 : 0));
-    }
-  }
-  const at::Tensor sums = allocated({1, 2}, at::kDouble);
-  const double total =
-      largest ? bits_as<double>(*all.const_data_ptr<int64_t>()) : *all.const_data_ptr<double>();
-  std::fill_n(sums.mutable_data_ptr<double>(), 2, total);
-  return sums;
-}
-
 void Finder::decide(const std::shared_ptr<ClipObject>& clip) {
   const at::Device device = clip->norm.device();
   const Backend& backend = backend_on(device);
@@ -507,62 +343,98 @@ class Kept {
 
 }  // namespace
 
-at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const py::list& uses,
-                        Aim aim, const py::object& limit, double order, const py::object& rule) {
+// One norm, in five steps.
+struct Finder::Norm {
+  Finder& finder;
+  const Aim aim;
+  const py::object& limit;  // a number, or a function that decides
+  const double order;
+  const py::object& rule;  // above which norm a step is skipped, or None
+
   const bool is_number = PyFloat_CheckExact(limit.ptr());
   const double max_norm = is_number ? PyFloat_AS_DOUBLE(limit.ptr()) : INFINITY;
+  const bool is_read = aim == Aim::kMeasure;
   const bool is_clip = aim == Aim::kClip || aim == Aim::kClipDecided;
-  const bool is_guard = unscaling && !unscaling->write;
+  const bool is_for_kernels = order == 2 || std::isinf(order);
   std::vector<Term> terms;
-  bool are_read_alone = true, is_distributed = has_group;
+  py::object agreement = py::none();
+  std::optional<Kept> kept;
+  // The device of the first gradient, where torch has the norm; that of the scale; and where the
+  // norm is compared, with those of earlier steps.
+  at::Device place = at::kCPU, here = at::kCPU, device = at::kCPU;
+  std::shared_ptr<ClipObject> clip = std::make_shared<ClipObject>();
+  bool is_one_launch = false;
+
+  void find(const py::list& optimizers, const py::list& turns, const py::list& uses);
+  void prepare();
+  void measure();
+  void decide();
+  void write();
+
+ private:
+  bool any(Use use) const {
+    return std::any_of(terms.begin(), terms.end(), [use](const Term& t) { return t.use == use; });
+  }
+  bool share_memory() const;
+  void unscale_first();
+  at::Tensor sums(at::ScalarType wide);
+  at::Tensor sums_of_python();
+  bool can_agree() const;
+  at::Tensor agreed(const std::vector<at::Tensor>& rows);
+};
+
+void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const py::list& uses) {
+  const bool is_guard = finder.unscaling && !finder.unscaling->write;
+  bool is_distributed = finder.has_group;
   for (size_t i = 0; i < optimizers.size(); ++i) {
     Term term(PyList_GET_ITEM(optimizers.ptr(), i), PyList_GET_ITEM(turns.ptr(), i),
               static_cast<Use>(PyLong_AsLong(PyList_GET_ITEM(uses.ptr(), i))));
-    term.writes = aim != Aim::kMeasure && term.use != Use::kDeferred &&
-                  !(is_guard && is_number && std::isinf(max_norm));
-    const bool takes_fp16 = allow_fp16 || term.use != Use::kScaled || aim == Aim::kMeasure;
+    term.writes =
+        !is_read && term.use != Use::kDeferred && !(is_guard && is_number && std::isinf(max_norm));
+    const bool takes_fp16 = finder.allow_fp16 || term.use != Use::kScaled || is_read;
     const bool is_found = py::isinstance<Found>(optimizers[i]);
-    term.found = is_found ? optimizers[i].cast<std::shared_ptr<Found>>()
-                          : find(term.optimizer, reading(term.writes, takes_fp16), true);
-    term.rows = aim == Aim::kMeasure ? py::none() : rows_of(term.turn, *term.found, true);
+    term.found = is_found
+                     ? optimizers[i].cast<std::shared_ptr<Found>>()
+                     : finder.find(term.optimizer, finder.reading(term.writes, takes_fp16), true);
+    term.rows = is_read ? py::none() : finder.rows_of(term.turn, *term.found, true);
     term.pass = std::make_shared<Pass>();
     if (term.use != Use::kAsTheyAre) {
-      const Pass& by = term.use == Use::kDeferred ? *dividing : *unscaling;
+      const Pass& by = term.use == Use::kDeferred ? *finder.dividing : *finder.unscaling;
       term.pass->how = by.how;
       term.pass->factor = by.factor;
     }
-    are_read_alone &= !term.writes;
     is_distributed |= !term.found->walk.shards.is_none();
     terms.push_back(std::move(term));
   }
-  py::object agreement = py::none();
-  if (is_distributed && !ranks.is_none()) {
+  if (is_distributed && !finder.ranks.is_none()) {
     py::list layouts;
     for (const Term& term : terms) {
       layouts.attr("extend")(term.found->layouts().attr("values")());
     }
-    agreement = ranks.attr("agreement")(layouts);
+    agreement = finder.ranks.attr("agreement")(layouts);
   }
-  const bool is_scaled = std::any_of(terms.begin(), terms.end(),
-                                     [](const Term& term) { return term.use != Use::kAsTheyAre; });
-  std::optional<Kept> kept;
-  bool defers = std::any_of(terms.begin(), terms.end(),
-                            [](const Term& term) { return term.use == Use::kDeferred; });
-  if (is_scaled && !(aim == Aim::kStep && are_read_alone) && share_memory(terms)) {
-    if (aim == Aim::kMeasure) {
+}
+
+// Refuses what cannot be written; what shares memory is unscaled before it is measured, and all
+// else, if nothing is left to clip, as it is measured.
+void Finder::Norm::prepare() {
+  const bool is_scaled = any(Use::kScaled) || any(Use::kDeferred);
+  const bool writes =
+      std::any_of(terms.begin(), terms.end(), [](const Term& t) { return t.writes; });
+  if (is_scaled && (aim != Aim::kStep || writes) && share_memory()) {
+    if (is_read) {
       kept.emplace(terms);
     }
     // Norms that are only kept change nothing.
     const bool matters =
         aim != Aim::kStep || (!rule.is_none() && py::tuple(rule)[0].cast<double>() != INFINITY);
-    if (matters && !std::exchange(warned_of_shared_memory, true)) {
+    if (matters && !std::exchange(finder.warned_of_shared_memory, true)) {
       of_python("ampfast.gradients", "warn_of_shared_memory")();
     }
-    unscale_first(terms, aim, agreement);
-    defers = false;
+    unscale_first();
   }
   for (const Term& term : terms) {
-    if (term.writes || (term.use == Use::kDeferred && aim != Aim::kMeasure)) {
+    if (term.writes || (term.use == Use::kDeferred && !is_read)) {
       if (term.use != Use::kAsTheyAre) {
         term.found->require_unscalable();
       }
@@ -571,18 +443,170 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
       }
     }
   }
-  if (is_number && std::isinf(max_norm) && agreement.is_none() && is_scaled &&
-      (order == 2 || std::isinf(order))) {
+  if (is_number && std::isinf(max_norm) && agreement.is_none() && is_for_kernels) {
     for (Term& term : terms) {
       term.unscales = term.pass->write = term.writes && term.use == Use::kScaled;
       term.writes &= !term.unscales;
     }
   }
+}
 
-  // As in torch, the norm is on the device of the first gradient; it is compared where the norms
-  // of earlier steps are.
-  const at::Device here = scale.defined() ? scale.device() : at::Device(at::kCPU);
-  at::Device place = here;
+bool Finder::Norm::share_memory() const {
+  Tensors grads;
+  for (const Term& term : terms) {
+    term.found->add_grads(grads);
+  }
+  return have_shared_memory(grads);
+}
+
+// Unscales gradients that share memory, each as often as it is listed, as torch does.
+void Finder::Norm::unscale_first() {
+  const bool takes_fp16 = is_read || finder.allow_fp16;
+  for (Term& term : terms) {
+    if (term.use != Use::kAsTheyAre) {
+      term.found = finder.find(term.optimizer, finder.reading(true, takes_fp16), true);
+      term.found->require_unscalable();
+      if (aim != Aim::kStep) {
+        term.found->require_writable();
+      }
+    }
+  }
+  for (Term& term : terms) {
+    if (term.use != Use::kAsTheyAre) {
+      if (!is_read) {
+        term.turn.begin(agreement);
+      }
+      Pass pass = *finder.unscaling;
+      pass.write = true;
+      term.found->run(pass, finder.running(term.rows));
+    }
+    term.use = Use::kAsTheyAre;
+    term.pass = std::make_shared<Pass>();
+    term.writes = !is_read;
+    term.unscales = false;
+  }
+}
+
+// The sums of a clip, a row for each list; the terms get their flags.
+at::Tensor Finder::Norm::sums(at::ScalarType wide) {
+  const bool reads_parts =
+      std::isinf(order) && std::any_of(terms.begin(), terms.end(), [](const Term& term) {
+        return term.found->walk.has_complex;
+      });
+  if (!is_for_kernels || reads_parts || !(agreement.is_none() || can_agree())) {
+    return sums_of_python();
+  }
+  std::vector<at::Tensor> rows;
+  for (Term& term : terms) {
+    Running how = finder.running(term.rows);
+    how.sums = &rows;
+    how.turn = term.unscales ? &term.turn : nullptr;
+    term.flags = term.found->run(*term.pass, how);
+  }
+  if (!agreement.is_none()) {
+    return agreed(rows);
+  }
+  if (rows.size() == 1 && rows[0].device() == device) {
+    return rows[0].dim() == 2 ? rows[0] : rows[0].unsqueeze(0);
+  }
+  if (rows.empty()) {
+    return allocated({1, 2}, at::TensorOptions(wide).device(device)).zero_();
+  }
+  for (at::Tensor& row : rows) {
+    row = moved(row.reshape({2}), device);
+  }
+  return at::stack(rows);
+}
+
+// Where torch's ops take the norms, or ranks hold parts of a gradient.
+at::Tensor Finder::Norm::sums_of_python() {
+  py::list given;
+  for (const Term& term : terms) {
+    term.found->walk.hold();
+    const py::handle turn = is_read ? Py_None : term.turn.object();
+    given.append(
+        py::make_tuple(py::handle(term.optimizer), turn, term.found, term.pass, term.rows));
+  }
+  const py::tuple measured = of_python("ampfast.clip.global_norm", "measured")(
+      given, order, device_object(device), agreement, finder.words);
+  const py::list flags = measured[1];
+  for (size_t i = 0; i < terms.size(); ++i) {
+    for (const auto& [at, flag] : py::dict(flags[i])) {
+      terms[i].flags.emplace_back(at.cast<at::Device>(), flag.cast<at::Tensor>());
+    }
+  }
+  return measured[0].cast<at::Tensor>();
+}
+
+// Whether ranks agree on what lists of the CPU tell, of which every gradient counts, or none.
+bool Finder::Norm::can_agree() const {
+  static const py::handle replicated = of_python("ampfast.distributed", "_marks").release();
+  bool can = device.is_cpu() && !is_observed() && PyDict_Size(replicated.ptr()) == 0;
+  for (const Term& term : terms) {
+    can = can && term.found->walk.shards.is_none();
+    for (const Batch& batch : term.found->batches) {
+      can = can && batch.list && batch.device.is_cpu();
+    }
+  }
+  return can;
+}
+
+// The sums and flags of all ranks by one collective, as by `Agreement.all_reduce_norm`.
+at::Tensor Finder::Norm::agreed(const std::vector<at::Tensor>& rows) {
+  constexpr int64_t kOverflow = int64_t{1} << 32;  // `_FOUND` in distributed.py
+  for (const Term& term : terms) {
+    if (!is_read && term.turn.is_ready()) {
+      term.turn.flags(term.flags);
+      term.turn.set("agreement", agreement);
+    }
+  }
+  const bool largest = std::isinf(order);
+  double sum = 0, peak = 0;
+  if (agreement.attr("counts")(py::none()).cast<bool>()) {
+    for (const at::Tensor& row : rows) {
+      const auto* values = row.const_data_ptr<double>();
+      sum += values[0];
+      peak = larger_or_nan(peak, values[1]);
+    }
+  }
+  const int64_t size = 1 + static_cast<int64_t>(terms.size());
+  const at::Tensor all = allocated({size}, largest ? at::kLong : at::kDouble);
+  // The bits of floats that are not negative keep their order, with NaN on top.
+  const auto put = [&](int64_t place, double value, int64_t word) {
+    if (largest) {
+      all.mutable_data_ptr<int64_t>()[place] = word;
+    } else {
+      all.mutable_data_ptr<double>()[place] = value;
+    }
+  };
+  put(0, sum, bits_as<int64_t>(peak));
+  for (size_t i = 0; i < terms.size(); ++i) {
+    int64_t level = terms[i].flags.empty() ? 0 : 1;
+    for (const auto& [at, flag] : terms[i].flags) {
+      level |= *flag.const_data_ptr<float>() != 0 ? kOverflow : 0;
+    }
+    put(static_cast<int64_t>(i) + 1, static_cast<double>(level), level);
+  }
+  const auto op = py::module_::import("torch.distributed").attr("ReduceOp");
+  agreement.attr("reduce_")(all, op.attr(largest ? "MAX" : "SUM"));
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const double level = largest ? static_cast<double>(all.const_data_ptr<int64_t>()[i + 1])
+                                 : all.const_data_ptr<double>()[i + 1];
+    terms[i].flags.clear();
+    if (level > 0) {
+      terms[i].flags.emplace_back(at::kCPU, new_scalar<float>(level >= kOverflow ? 1 : 0));
+    }
+  }
+  const at::Tensor sums = allocated({1, 2}, at::kDouble);
+  const double total =
+      largest ? bits_as<double>(*all.const_data_ptr<int64_t>()) : *all.const_data_ptr<double>();
+  std::fill_n(sums.mutable_data_ptr<double>(), 2, total);
+  return sums;
+}
+
+// The sums, and the flags of the terms.
+void Finder::Norm::measure() {
+  place = here = finder.scale.defined() ? finder.scale.device() : at::Device(at::kCPU);
   bool is_wide = false, is_known = false, is_in_list = false;
   for (const Term& term : terms) {
     for (const Batch& batch : term.found->batches) {
@@ -594,21 +618,21 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
       }
     }
   }
-  const at::Device device = rule.is_none() ? place : here;
+  device = rule.is_none() ? place : here;
   const bool has_float64 =
-      !backend_on(device).is_torch ||
+      !finder.backend_on(device).is_torch ||
       of_python("ampfast.backends.scalars", "has_float64")(device_object(device)).cast<bool>();
   const at::TensorOptions options = at::TensorOptions(at::kFloat).device(device);
   const at::TensorOptions wide = options.dtype(has_float64 ? at::kDouble : at::kFloat);
-  auto clip = std::make_shared<ClipObject>();
+  clip->max_norm = max_norm;
+  clip->largest = order != 2;
   clip->norm = allocated({}, is_wide ? wide : options);
   clip->coefficient = allocated({}, wide);
-  if (defers && aim != Aim::kMeasure) {
-    clip->scale = dividing->factor;
+  if (any(Use::kDeferred) && !is_read) {
+    clip->scale = finder.dividing->factor;
     clip->divisor = allocated({}, at::TensorOptions(at::kFloat).device(here));
   }
-  clip->sums = sums_of(terms, device, c10::typeMetaToScalarType(wide.dtype()), order, agreement,
-                       aim == Aim::kMeasure);
+  clip->sums = sums(c10::typeMetaToScalarType(wide.dtype()));
   if (aim == Aim::kClipDecided) {
     for (Term& term : terms) {
       term.flags.clear();
@@ -618,8 +642,11 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
       }
     }
   }
-  clip->max_norm = max_norm;
-  clip->largest = order != 2;
+}
+
+// The norm, the coefficient and whether the step is skipped, by a kernel; in one with the write,
+// where the kernels that write can.
+void Finder::Norm::decide() {
   if (!rule.is_none()) {
     const py::tuple fields = rule;
     clip->found_inf = joint(terms, device);
@@ -628,11 +655,11 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
   }
   // Kernels that write gradients compute the coefficient themselves.
   const Term& first = terms.front();
-  const bool is_one_launch = terms.size() == 1 && first.writes && is_number && rule.is_none() &&
-                             first.found->batches.size() == 1 && first.found->batches[0].launcher &&
-                             first.found->batches[0].device == device && !std::isinf(max_norm);
+  is_one_launch = terms.size() == 1 && first.writes && is_number && rule.is_none() &&
+                  first.found->batches.size() == 1 && first.found->batches[0].launcher &&
+                  first.found->batches[0].device == device && !std::isinf(max_norm);
   if (!is_one_launch) {
-    decide(clip);
+    finder.decide(clip);
   }
   if (!is_number) {
     const at::Tensor found = clip->found_inf.defined() ? clip->found_inf : joint(terms, device);
@@ -641,50 +668,64 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
   if (clip->found_inf.defined()) {
     set_all(terms, clip->found_inf);
   }
-  if (aim != Aim::kMeasure) {
-    for (Term& term : terms) {
-      term.turn.agreed();
-      if (aim != Aim::kClipDecided && !(aim == Aim::kStep && term.use == Use::kDeferred)) {
-        term.turn.begin(py::none());
-      }
-    }
-    for (Term& term : terms) {
-      if (!term.writes || (term.pass->how == Factor::kNone && is_number && std::isinf(max_norm))) {
-        continue;
-      }
-      Pass pass = *term.pass;
-      pass.write = true;
-      if (is_one_launch) {
-        pass.clip = clip;
-        clip->coefficient = at::Tensor();
-      } else if (is_clip) {
-        pass.coefficient = clip->coefficient;
-      }
-      Running how;  // overflows were marked as they were read
-      how.bumps_versions = is_clip;
-      term.found->run(pass, how);
-    }
-    if (terms.size() > 1 && scale.defined()) {
-      const at::Tensor found = joint(terms, here);
-      if (found.defined()) {
-        set_all(terms, found);
-      }
-    }
-    for (Term& term : terms) {
-      if (term.use == Use::kDeferred) {
-        term.turn.set("divisor", wrapped(clip->divisor));
-      }
-      term.turn.flags(term.flags);
+}
+
+// Writes what is clipped, or was measured first; turns say "skip" until all is done.
+void Finder::Norm::write() {
+  for (Term& term : terms) {
+    term.turn.agreed();
+    if (aim != Aim::kClipDecided && !(aim == Aim::kStep && term.use == Use::kDeferred)) {
+      term.turn.begin(py::none());
     }
   }
-  if (keeps_norms && aim != Aim::kMeasure) {
-    for (const Term& term : terms) {
+  for (Term& term : terms) {
+    if (!term.writes || (term.pass->how == Factor::kNone && is_number && std::isinf(max_norm))) {
+      continue;
+    }
+    Pass pass = *term.pass;
+    pass.write = true;
+    if (is_one_launch) {
+      pass.clip = clip;
+      clip->coefficient = at::Tensor();
+    } else if (is_clip) {
+      pass.coefficient = clip->coefficient;
+    }
+    Running how;  // overflows were marked as they were read
+    how.bumps_versions = is_clip;
+    term.found->run(pass, how);
+  }
+  if (terms.size() > 1 && finder.scale.defined()) {
+    const at::Tensor found = joint(terms, here);
+    if (found.defined()) {
+      set_all(terms, found);
+    }
+  }
+  for (Term& term : terms) {
+    if (term.use == Use::kDeferred) {
+      term.turn.set("divisor", wrapped(clip->divisor));
+    }
+    term.turn.flags(term.flags);
+  }
+}
+
+at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const py::list& uses,
+                        Aim aim, const py::object& limit, double order, const py::object& rule) {
+  Norm norm{*this, aim, limit, order, rule};
+  norm.find(optimizers, turns, uses);
+  norm.prepare();
+  norm.measure();
+  norm.decide();
+  if (!norm.is_read) {
+    norm.write();
+  }
+  if (keeps_norms && !norm.is_read) {
+    for (const Term& term : norm.terms) {
       if (!term.rows.is_none()) {
         ampfast::keep_norms(tracking, term.rows);
       }
     }
   }
-  return moved(clip->norm, place);
+  return moved(norm.clip->norm, norm.place);
 }
 
 namespace {
