@@ -359,8 +359,8 @@ struct Finder::Norm {
   std::vector<Term> terms;
   py::object agreement = py::none();
   std::optional<Kept> kept;
-  // The device of the first gradient, where torch has the norm; that of the scale; and where the
-  // norm is compared, with those of earlier steps.
+  // The device of the first gradient, where torch has the norm; that of the scale; and the one
+  // where norms of earlier steps are, with which it is compared.
   at::Device place = at::kCPU, here = at::kCPU, device = at::kCPU;
   std::shared_ptr<ClipObject> clip = std::make_shared<ClipObject>();
   bool is_one_launch = false;
