@@ -55,13 +55,18 @@ class GuardedSteps:
         @wraps(init)
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            # Of 16-bit models, too, which train without a scaler.
-            self._guards[optimizer] = _Guard(allow_fp16=True, **self._given)
+            self._guard_of(optimizer)
 
         kind.__init__ = made
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPS & vars(place).keys():
                 setattr(place, name, self._checked(getattr(place, name)))
+
+    def _guard_of(self, optimizer: torch.optim.Optimizer) -> StepGuard:
+        if optimizer not in self._guards:  # as is a copy, which no constructor made
+            # Of 16-bit models, too, which train without a scaler.
+            self._guards[optimizer] = _Guard(allow_fp16=True, **self._given)
+        return self._guards[optimizer]
 
     def _is_off(self) -> bool:
         if torch.compiler.is_compiling() or is_capturing():
@@ -72,14 +77,14 @@ class GuardedSteps:
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            guard = self._guards.get(optimizer)
-            if guard is None or self._inside.step or self._is_off():
+            if self._inside.step or self._is_off():
                 return step(optimizer, *args, **kwargs)
             if any(callable(each) for each in (*args, *kwargs.values())):
                 if type(optimizer) not in self._said:
                     self._said.add(type(optimizer))
                     print(_CLOSURE.format(type(optimizer).__name__), file=sys.stderr)
                 return step(optimizer, *args, **kwargs)
+            guard = self._guard_of(optimizer)
             kwargs.pop("closure", None)  # a scaler refuses the name, also for None
             self._inside.step = True
             try:

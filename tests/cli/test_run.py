@@ -147,10 +147,11 @@ def test_scalers_get_arguments(python: Call) -> None:
 
 
 GUARDED = """
-import math, sys, torch
+import copy, math, sys, torch
 torch.manual_seed(0)
 plain, fused = models = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
 optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=each is fused) for each in models]
+models, optimizers = copy.deepcopy((models, optimizers))
 schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
 closing = [
     each(torch.nn.Linear(2, 2).parameters()) for each in (torch.optim.LBFGS, torch.optim.SGD)
