@@ -306,41 +306,6 @@ void set_all(std::vector<Term>& terms, const at::Tensor& found) {
   }
 }
 
-// Copies of gradients, which end with them as they were.
-class Kept {
- public:
-  explicit Kept(const std::vector<Term>& terms) {
-    const at::NoGradGuard no_grad;
-    for (const Term& term : terms) {
-      for (const py::handle params :
-           term.use == Use::kAsTheyAre ? py::tuple() : term.found->groups()) {
-        for (const py::handle param : params) {
-          const py::object grad = param.attr("grad");
-          if (!grad.is_none()) {
-            grads_.emplace_back(grad.attr("detach")(), grad.attr("clone")());
-          }
-        }
-      }
-    }
-  }
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
-  ~Kept() {
-    const py::error_scope kept;
-    const at::NoGradGuard no_grad;
-    for (auto each = grads_.rbegin(); each != grads_.rend(); ++each) {
-      try {
-        each->first.attr("copy_")(each->second);
-      } catch (py::error_already_set& error) {
-        error.discard_as_unraisable("gradients that a norm puts back");
-      }
-    }
-  }
-
- private:
-  std::vector<std::pair<py::object, py::object>> grads_;
-};
-
 }  // namespace
 
 // One norm, in five steps.
@@ -358,7 +323,6 @@ struct Finder::Norm {
   const bool is_for_kernels = order == 2 || std::isinf(order);
   std::vector<Term> terms;
   py::object agreement = py::none();
-  std::optional<Kept> kept;
   // The device of the first gradient, where torch has the norm; that of the scale; and the one
   // where norms of earlier steps are, with which it is compared.
   at::Device place = at::kCPU, here = at::kCPU, device = at::kCPU;
@@ -421,10 +385,7 @@ void Finder::Norm::prepare() {
   const bool is_scaled = any(Use::kScaled) || any(Use::kDeferred);
   const bool writes =
       std::any_of(terms.begin(), terms.end(), [](const Term& t) { return t.writes; });
-  if (is_scaled && (aim != Aim::kStep || writes) && share_memory()) {
-    if (is_read) {
-      kept.emplace(terms);
-    }
+  if (is_scaled && !is_read && (aim != Aim::kStep || writes) && share_memory()) {
     // Norms that are only kept change nothing.
     const bool matters =
         aim != Aim::kStep || (!rule.is_none() && py::tuple(rule)[0].cast<double>() != INFINITY);
@@ -461,10 +422,9 @@ bool Finder::Norm::share_memory() const {
 
 // Unscales gradients that share memory, each as often as it is listed, as torch does.
 void Finder::Norm::unscale_first() {
-  const bool takes_fp16 = is_read || finder.allow_fp16;
   for (Term& term : terms) {
     if (term.use != Use::kAsTheyAre) {
-      term.found = finder.find(term.optimizer, finder.reading(true, takes_fp16), true);
+      term.found = finder.find(term.optimizer, finder.reading(true, finder.allow_fp16), true);
       term.found->require_unscalable();
       if (aim != Aim::kStep) {
         term.found->require_writable();
@@ -473,16 +433,14 @@ void Finder::Norm::unscale_first() {
   }
   for (Term& term : terms) {
     if (term.use != Use::kAsTheyAre) {
-      if (!is_read) {
-        term.turn.begin(agreement);
-      }
+      term.turn.begin(agreement);
       Pass pass = *finder.unscaling;
       pass.write = true;
       term.found->run(pass, finder.running(term.rows));
     }
     term.use = Use::kAsTheyAre;
     term.pass = std::make_shared<Pass>();
-    term.writes = !is_read;
+    term.writes = true;
     term.unscales = false;
   }
 }
