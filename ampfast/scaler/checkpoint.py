@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
-
-from torch import Tensor
 
 from ampfast.clip.norm_history import Saved, require_norms
 from ampfast.errors import add_note, warn_caller
@@ -35,7 +32,7 @@ def require_loadable(
         ValueError: If the checkpoint is damaged or of another kind of scaler.
     """
     for key in _KEYS:
-        if not isinstance(value := state_dict[key], (Real, Tensor)):
+        if not hasattr(value := state_dict[key], "__float__"):
             raise ValueError(f"the checkpoint's {key!r} must be a number, got {value!r}")
     if not dynamic:
         _require_static(state_dict, is_guard=is_guard)
