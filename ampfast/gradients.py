@@ -42,6 +42,7 @@ class Turn(dict[str, Any]):
         divisor: The `grad_scale` by which the optimizer clips in its step: 0-dim float32, the
             scale over the clip coefficient; or None.
         ending: The update of the scale that the last check of the iteration does, too, or None.
+        grad_scale: The copy of the scale, 0-dim float32, that the last check made, or None.
         may_spike: Whether a norm was compared, so that a flag may be that of a spike.
         is_measured: Whether the norm of a fused step's gradients was recorded, before it raised.
         is_late: Whether a backward has written gradients since they were unscaled.
@@ -53,6 +54,7 @@ class Turn(dict[str, Any]):
     agreement: Agreement | None = None
     divisor: Tensor | None = None
     ending: Ending | None = None
+    grad_scale: Tensor | None = None
     may_spike = False
     is_measured = False
     is_late = False

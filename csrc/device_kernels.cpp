@@ -95,22 +95,20 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
     if (pass.clip) {
       clip_on(launcher, pass.clip);
     }
+    if (pass.factor_copy.defined()) {
+      pass.factor_copy.copy_(pass.factor);
+    }
     return pass.accumulate ? pass.found_inf : pass.found_inf.zero_();
   }
   const OnDevice here(list.device());
   const py::object ending = pass.ending;
-  if (!ending.is_none() && pass.how == Factor::kDivide) {
-    pass.factor_copy = allocated({}, options);
-    ending.attr("divisor") = pass.factor_copy;
-  }
   const at::Tensor flag = pass.found_inf;
   launch(launcher, list, py::cast(std::make_shared<Pass>(std::move(pass))));
   if (!ending.is_none()) {
     ending.attr("applied") = true;
-    if (const py::object update = ending.attr("update"); !update.is_none()) {
-      const at::Tensor& scale = object_of<UpdateObject>(update.ptr()).scale;
-      scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
-    }
+    const py::object update = ending.attr("update");
+    object_of<UpdateObject>(update.ptr()).scale.unsafeGetTensorImpl()->bump_version();  // as
+                                                                                        // torch's
   }
   return flag;
 }
@@ -134,13 +132,6 @@ PyObject* call_clip_on(PyObject* const* args) {
   clip->on(clip->sums.device());
   clip_on(args[0], clip);
   return nullptr;
-}
-
-// riding(pass, ending) -> the pass with that ending, as by `replaced`, which takes longer
-PyObject* riding(PyObject* const* args) {
-  auto made = std::make_shared<Pass>(object_of<Pass>(args[0]));
-  made->ending = py::reinterpret_borrow<py::object>(args[1]);
-  return py::cast(std::move(made)).release().ptr();
 }
 
 // update_on(launcher, update) -> True, with the scale and its tracker written
@@ -339,7 +330,6 @@ void bind_device_kernels(py::module_& m) {
   add_call<call_run_on, 3>(m, "run_on");
   add_call<call_clip_on, 2>(m, "clip_on");
   add_call<update_on, 2>(m, "update_on");
-  add_call<riding, 2>(m, "riding");
   add_call<triton_multi_tensor, 6>(m, "triton_multi_tensor");
   add_call<triton_update_scale, 2>(m, "triton_update_scale");
 }

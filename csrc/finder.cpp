@@ -232,11 +232,24 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   if (has_group || !found->walk.shards.is_none()) {
     agreement = ranks.attr("agreement")(found->layouts().attr("values")());
   }
+  // A launch over all gradients copies the scale, and ends the iteration of the last optimizer.
+  Pass all = pass;
+  const bool is_whole = agreement.is_none() && found->batches.size() == 1 &&
+                        found->batches[0].list && found->batches[0].device == scale.device();
+  py::object ending = turn.taken("ending");
+  if (is_whole) {
+    all.ending = std::move(ending);
+    if (checks && pass.how == Factor::kDivide && scale.dim() == 0 &&
+        is_scalar(scale, at::kFloat, kKernelDevices)) {
+      all.factor_copy = allocated({}, scale.options());
+    }
+  }
   Running how = running(rows_of(turn, *found, false));
   how.turn = checks ? nullptr : &turn;
   how.agreement = agreement;
-  const Flags flags = found->run(pass, how);
+  const Flags flags = found->run(all, how);
   turn.flags(flags);
+  turn.set("grad_scale", all.factor_copy.defined() ? wrapped(all.factor_copy) : py::none());
   if (!checks) {
     turn.unscaled();
   }

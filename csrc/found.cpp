@@ -101,6 +101,14 @@ void Turn::agreed() const {
 
 void Turn::set(const char* name, const py::object& value) const { py::setattr(turn_, name, value); }
 
+py::object Turn::taken(const char* name) const {
+  py::object value = py::getattr(turn_, name);
+  if (!value.is_none()) {
+    set(name, py::none());
+  }
+  return value;
+}
+
 at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag) {
   cpu::Work work;
   work.write = pass.write;
@@ -128,6 +136,9 @@ at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& 
                           : new_flag.defined()     ? new_flag
                                                    : new_scalar<float>(0);
   float* written = data_of<float>(flag, "found_inf", at::kCPU);
+  if (pass.factor_copy.defined()) {
+    *data_of<float>(pass.factor_copy, "factor_copy", at::kCPU) = work.factor;
+  }
   const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
   if (found || new_flag.is_same(flag)) {
     *written = found ? 1 : 0;
@@ -196,10 +207,6 @@ Flags Found::run(const Pass& pass, const Running& how) {
       const at::Tensor words = tensor_of(how.words.ptr());
       here.now =
           words.device() == batch.device ? words : moved(words.narrow(0, 0, 1), batch.device);
-    }
-    if (!here.ending.is_none() &&
-        (!is_whole || here.ending.attr("scale").cast<at::Tensor>().device() != batch.device)) {
-      here.ending = py::none();
     }
     if (how.sums != nullptr) {
       how.sums->push_back(here.sums = new_sums(batch));

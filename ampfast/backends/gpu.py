@@ -5,32 +5,25 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ampfast.backends import core
 from ampfast.backends.core import Update
 from ampfast.backends.scalars import float_of
 
 
 class Ending:
-    """Further work of the last program of a check: an update of the scale, a copy of it.
+    """An update of the scale by the last program of a check.
 
     Attributes:
-        update: The update, with at most one flag besides that of the check, or None.
-        scale: The scale.
-        divisor: 0-dim float32 that got the scale as it was before, of a check that divides.
+        update: The update, with at most one flag besides that of the check.
         applied: Whether it was done.
     """
 
-    def __init__(self, update: Update | None, scale: Tensor) -> None:
-        self.update = update
-        self.scale = scale
-        self.divisor: Tensor | None = None
-        self.applied = False
+    def __init__(self, update: Update) -> None:
+        self.update, self.applied = update, False
 
     def undo(self) -> None:
         """Restores what the update replaced, from the state."""
-        if self.update is None or not self.applied:
+        if not self.applied:
             return
         scale, tracker = self.update.scale, self.update.growth_tracker
         state: Any = self.update.state
@@ -58,4 +51,4 @@ class DeviceKernels:
     def ending(self, update: Update) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""
         fits = len(update.found_infs) <= 1 and update.norm is None and core.can_update(update)
-        return Ending(update, update.scale) if fits else None
+        return Ending(update) if fits else None

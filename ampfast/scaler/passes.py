@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use, riding
-from ampfast.backends.gpu import DeviceKernels, Ending
+from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use
 from ampfast.backends.scalars import allocate, inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
 from ampfast.gradients import READY, UNSCALED, Flags, Turn, is_unscaled, new_turn
@@ -43,14 +42,13 @@ class Passes:
     def __init__(self, scaler: Any) -> None:
         keeps_norms, self._skip_above = scaler._track == "norms", scaler._skip_above
         self.measures = keeps_norms or self._skip_above is not None
-        self._choice, self._launches = scaler._choice, False
         self._ranks: Ranks = scaler._ranks
         self._loss_scale: LossScale = scaler._loss_scale
         self._histories: NormHistories = scaler._norm_histories
         self.is_guard, self._is_alone = scaler._is_guard, scaler._ranks.is_alone
         self._scale: Tensor | None = None
         self._unscaling = self._dividing = Pass(False, Factor.NONE)
-        self._finder = finder = Finder(self._choice)
+        self._finder = finder = Finder(scaler._choice)
         self.agree = finder.agree
         finder.ranks, finder.tracking = scaler._ranks, scaler._reports.tracking
         finder.has_group, finder.keeps_norms = not self._is_alone, keeps_norms
@@ -68,7 +66,6 @@ class Passes:
         self._dividing = Pass(False, Factor.DIVIDE, divisor)
         words = self._loss_scale.words_on(scale.device)
         self._finder.set_scale(scale, words, self._unscaling, self._dividing)
-        self._launches = isinstance(self._choice.kernels_for(scale.device), DeviceKernels)
         # The factors of another scale are copies.
         self._scale = scale if scale.dtype is torch.float32 else None
 
@@ -87,11 +84,7 @@ class Passes:
         if self.measures:
             self._norm([optimizer], [turn], _SCALED, *_OF_A_STEP, self._skip_above, scale)
             return
-        work = self._unscaling
-        if turn.ending is not None:
-            ending, turn.ending = turn.ending, None
-            work = riding(work, ending) if self._is_alone else work
-        self._finder.take(optimizer, turn, work, False)
+        self._finder.take(optimizer, turn, self._unscaling, False)
 
     def check(self, optimizer: Any, turn: Turn, work: Pass, scale: Tensor) -> Flags:
         """Runs a pass that only reads, also float16 gradients; the stage of the turn stays."""
@@ -116,13 +109,10 @@ class Passes:
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
-        work, ending = self._dividing, None
-        if self._launches and scale.dtype is torch.float32:
-            ending, turn.ending = turn.ending or Ending(None, scale), None
-            work = riding(work, ending) if self._is_alone else work
-        flags: Flags = self._finder.take(optimizer, turn, work, True)
-        turn["found_inf_per_device"] = joint_flags(before, flags) if before else flags
-        return ending.divisor if ending is not None and ending.applied else scale.clone()
+        flags: Flags = self._finder.take(optimizer, turn, self._dividing, True)
+        if before:
+            turn["found_inf_per_device"] = joint_flags(before, flags)
+        return scale.clone() if turn.grad_scale is None else turn.grad_scale
 
     def clip(
         self,

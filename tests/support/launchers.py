@@ -106,7 +106,8 @@ class ReferenceLauncher:
             work.found_inf.fill_(float(found))
         if work.factor_copy is not None:
             work.factor_copy.copy_(work.factor)
-        if work.ending is not None and (update := work.ending.update) is not None:
+        if work.ending is not None:
+            update = work.ending.update
             self._update(update.replaced(found_infs=[work.found_inf, *update.found_infs]))
         header.zero_()
 

@@ -185,7 +185,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         clip=clip_of(wide, False, False, False, device) if variant.clip else None,
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         **({} if track is None else track._asdict()),
-        ending=Ending(update, one) if variant.updates else None,
+        ending=Ending(update) if variant.updates else None,
     )
 
 
