@@ -229,7 +229,11 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   if (word == nullptr || word == Py_None) {
     word = _PyType_Lookup(Py_TYPE(optimizer), flag) == Py_True ? Py_True : Py_False;
   }
-  if (PyObject_IsTrue(word) != 1) {
+  const int takes_scale = PyObject_IsTrue(word);
+  if (takes_scale < 0) {
+    throw py::error_already_set();
+  }
+  if (takes_scale == 0) {
     return std::nullopt;
   }
   py::list claim;

@@ -173,6 +173,9 @@ def test_what_an_optimizer_says_later_counts() -> None:
     assert is_called_to_skip()
     optimizer._step_supports_amp_scaling = False
     assert not is_called_to_skip()
+    optimizer._step_supports_amp_scaling = torch.ones(2)
+    with pytest.raises(RuntimeError, match="ambiguous"):  # torch's error
+        is_called_to_skip()
     assert param.tolist() == [1.0, 1.0]
 
 
