@@ -197,11 +197,18 @@ class NonFiniteFinder:
     def report(self) -> ModuleFault | None:
         """Returns the fault of the last pass that had one, with one host sync; None if none had.
 
+        If the passes right before it had one, too, as weights were NaN by then, of the first of
+        these.
+
         Raises:
             RuntimeError: Under capture.
         """
-        faults = self._faults()
-        return faults[-1][-1] if faults else None
+        found: ModuleFault | None = None
+        for *_, each in reversed(self._faults()):
+            if found is not None and each.passes_ago != found.passes_ago + 1:
+                break
+            found = each
+        return found
 
     def report_of(self, step: int) -> ModuleFault | None:
         """Returns the first fault in passes whose gradients came after a number of updates."""

@@ -317,7 +317,7 @@ def require_known(track: str | None) -> None:
     if track not in (None, "overflow", "modules", "norms"):
         raise ValueError(
             "track must be 'overflow' (for overflow_report), 'modules' (to name the module, too), "
-            f"'norms' (for grad_norms, too) or None, got {track!r}"
+            f"'norms' (for grad_norms besides) or None, got {track!r}"
         )
 
 

@@ -301,12 +301,23 @@ def test_passes(name: str) -> None:
     assert fault is None if expected is None else told(fault, **expected)
 
 
+def test_a_nan_in_the_weights_is_of_the_pass_that_made_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Op(lambda x: x))
+    optimizer, finder = torch.optim.SGD(model.parameters(), lr=0.1), ampfast.find_nonfinite(model)
+    for factor in (1.0, NAN, 1.0, 1.0):
+        model[1].function = lambda x, factor=factor: x * factor
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    assert told(finder.report(), module="1", passes_ago=2)
+
+
 def test_the_text() -> None:
     model = nn.Sequential(nn.Identity(), Op(lambda x: x.half() * 2), nn.Linear(2, 2).half())
     finder = ampfast.find_nonfinite(model)
     model(torch.tensor([[1.0, -61440.0]]))
     text = "1 (Op): output overflowed in float16 (inputs finite, largest 61,440)"
     assert str(finder.report()) == text
+    model(torch.ones(1, 2))
     model[1].function = lambda x: x.half() * NAN
     model(torch.tensor([[INF, 1.0]]))
     assert str(finder.report()) == (
