@@ -170,10 +170,11 @@ class ZScore:
         # Of equal weights the variance is that of a population.
         before = torch.where(is_warm, limit - ahead, limit - mean)
         spread = variance + weight * (before * (limit - ahead) - variance)
-        spread = spread.clamp(min=0.0)  # however it is rounded
+        # However it is rounded; in float32 squares of norms may overflow.
+        largest = torch.finfo(norm.dtype).max
+        spread = spread.nan_to_num(largest, largest).clamp(min=0.0)
         following = torch.stack([count + 1, ahead, spread, (clips + 1) * clips_this])
         words.copy_(torch.where(taken, following, words))
-        largest = torch.finfo(norm.dtype).max
         return limit.nan_to_num(largest, largest)
 
 

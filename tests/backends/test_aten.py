@@ -180,6 +180,18 @@ def test_a_device_without_float64(
     assert copy.deepcopy(scaler).get_scale() == scaler.get_scale()
 
 
+def test_norms_whose_squares_overflow_leave_no_nan(without_float64: None) -> None:
+    scaler, param = GradScaler("cpu", backend="aten"), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1e-30)
+    for norm in (1.0, 1e25, 1e30, 2.0, 3e25):
+        scaler.scale(torch.ones(()))
+        param.grad = scaler.get_scale() * torch.full((1,), norm)
+        scaler.clip_grad_norm_(optimizer, ZScore(warmup=3), math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    GradScaler("cpu").load_state_dict(scaler.state_dict())
+
+
 def test_a_tracker_beyond_the_interval_grows(place: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("AMPFAST_BACKEND", "aten")
     scale, tracker = torch.tensor(8.0), torch.tensor(50, dtype=torch.int32)
