@@ -273,6 +273,17 @@ def test_fused_step_that_raises(own: float | None, explicit: bool, torch_fails: 
     torch_fails("a fused step that raised once", theirs.parameters[0].item() != expected)
 
 
+def test_a_spike_is_skipped_that_a_fused_step_raised_over() -> None:
+    ours, _ = both(Fails, [floats(8.0)], 2.0)
+    ours.scaler.skip_above = 3.0
+    with pytest.raises(MemoryError, match="no room"):
+        ours.scaler.step(ours.optimizer)
+    ours.scaler.step(ours.optimizer)
+    assert ours.scaler.skip_reason(ours.optimizer) == "spike"
+    ours.scaler.update()
+    assert (ours.parameters[0].item(), ours.scaler.stats().spikes) == (1.0, 1)
+
+
 @pytest.mark.parametrize("way", ["step", "own scale", "step_and_update", "defer"])
 def test_a_fused_step_interrupted_after_its_kernel(way: str, torch_fails: Any) -> None:
     """If it is repeated it is skipped, since the kernel has divided the gradients."""
