@@ -243,7 +243,7 @@ std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> Found::split(
   auto inside = std::make_shared<Found>(), outside = std::make_shared<Found>();
   const auto take = [](Found& half, const Batch& batch, std::optional<GradList> list,
                        const py::object& aside) {
-    const bool is_empty = list ? list->chunks() == 0 : aside.attr("chunks").cast<int64_t>() == 0;
+    const bool is_empty = list ? list->chunks() == 0 : py::len(aside.attr("groups")) == 0;
     if (!is_empty) {
       half.batches.push_back({batch.device, std::move(list), batch.launcher, aside});
     }

@@ -118,6 +118,22 @@ def test_an_unknown_placement_takes_torchs_op() -> None:
             assert len(said) == 1 and "Halves" in said[0]
 
 
+def aside(kind: str) -> list[float]:
+    """Norms of gradients for torch's ops, of which this rank counts a part."""
+    mesh, ones = init_device_mesh("cpu", (2,)), torch.ones(4)
+    grads = [distribute_tensor(ones, mesh, [each]) for each in (Replicate(), Shard(0))]
+    if kind == "sparse":
+        grads.append(ones.to_sparse())
+    scaler = started(GradScaler, 1.0, backend="aten" if kind == "aten" else None)
+    optimizer = SGD([parameter_like(each) for each in grads], lr=1.0, foreach=False)
+    return [scaler.grad_norm(optimizer, order).item() for order in (1.0, 2.0)]
+
+
+def test_each_gradient_for_torchs_ops_counts_once() -> None:
+    for kind, count in (("aten", 8.0), ("sparse", 12.0)):
+        assert ranks.run(aside, kind) == [pytest.approx([count, math.sqrt(count)])] * 2
+
+
 def nothing(kind: str, way: str) -> str:
     """Message of a step without any gradient."""
     ones = torch.ones(4)
