@@ -236,7 +236,7 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   Pass all = pass;
   const bool is_whole = agreement.is_none() && found->batches.size() == 1 &&
                         found->batches[0].list && found->batches[0].device == scale.device();
-  py::object ending = turn.taken("ending");
+  py::object ending = py::handle(object).attr("ending");
   if (is_whole) {
     all.ending = std::move(ending);
     if (checks && pass.how == Factor::kDivide && scale.dim() == 0 &&
@@ -400,8 +400,7 @@ void Finder::Norm::prepare() {
       std::any_of(terms.begin(), terms.end(), [](const Term& t) { return t.writes; });
   if (is_scaled && !is_read && (aim != Aim::kStep || writes) && share_memory()) {
     // Norms that are only kept change nothing.
-    const bool matters =
-        aim != Aim::kStep || (!rule.is_none() && py::tuple(rule)[0].cast<double>() != INFINITY);
+    const bool matters = aim != Aim::kStep || !rule.is_none();
     if (matters && !std::exchange(finder.warned_of_shared_memory, true)) {
       of_python("ampfast.gradients", "warn_of_shared_memory")();
     }

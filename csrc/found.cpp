@@ -101,14 +101,6 @@ void Turn::agreed() const {
 
 void Turn::set(const char* name, const py::object& value) const { py::setattr(turn_, name, value); }
 
-py::object Turn::taken(const char* name) const {
-  py::object value = py::getattr(turn_, name);
-  if (!value.is_none()) {
-    set(name, py::none());
-  }
-  return value;
-}
-
 at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag) {
   cpu::Work work;
   work.write = pass.write;

@@ -51,7 +51,6 @@ class Turn {
   py::dict flags() const;
   void agreed() const;  // ends what ranks have to agree on
   void set(const char* name, const py::object& value) const;
-  py::object taken(const char* name) const;  // what it had, which is None from then on
   const at::Tensor& flag() const { return flag_; }
   PyObject* object() const { return turn_; }
 

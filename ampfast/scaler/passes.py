@@ -103,7 +103,8 @@ class Passes:
         """
         if self._scale is not scale:
             self._take_scale(scale)
-        before = turn["found_inf_per_device"] if turn.is_measured else {}
+        is_kept = turn.is_measured and turn.may_spike
+        before = turn["found_inf_per_device"] if is_kept else {}
         if self.measures and not turn.is_measured:
             self._norm([optimizer], [turn], _DEFERRED, *_OF_A_STEP, self._skip_above, scale)
             # As nothing was written, a step that raises may be repeated, and checks again.
@@ -209,15 +210,15 @@ class Passes:
         if isinstance(highest, Sigmas):
             history = self._histories.of(turns[0].record, highest, scale.device)
             rule = highest.sigmas, history.words
-        elif highest is not None:
+        elif highest is not None and highest < math.inf:
             rule = highest, None
         norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, limit, order, rule)
         if scale is not None:
             self._loss_scale.norms.append((frozenset(map(id, optimizers)), norm, order))
+        self._histories.is_compared |= highest is not None
         if rule is not None:
             for turn in turns:
                 turn.may_spike = True
-            self._histories.is_compared = True
             if history is not None:
                 history.check()
         return norm
