@@ -116,7 +116,11 @@ std::shared_ptr<Found> Finder::find_in(py::object groups, Reading reading, bool 
     groups = py::tuple(groups);  // an iterator is consumed once
   }
   Walk found = walk(groups.ptr(), reading);
-  if (backends_.empty() || found.lists.size() != 1 || !found.lists.front().device().is_cpu()) {
+  const auto is_known = [this](const GradList& list) {
+    return std::any_of(backends_.begin(), backends_.end(),
+                       [&](const Backend& each) { return each.device == list.device(); });
+  };
+  if (!std::all_of(found.lists.begin(), found.lists.end(), is_known)) {
     found.hold();  // asking for kernels may run Python
   }
   const auto has_kernels = [this](const GradList& list) {
