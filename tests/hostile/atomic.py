@@ -178,7 +178,8 @@ class Trials:
             unsure = {"counts"}
             right = [{**each, "gradients and stage": [gradients, SKIPS]} for each in right]
             end = {"gradients and stage": [gradients, OptState.READY], "scale": BACKED_OFF}
-            finished = [{**right[0], **end}]
+            # The optimizer's step may have ended, or not begun.
+            finished = [{**each, **end} for each in right]
         if wrong := fault_of(seen, right):
             return True, [f"{place}: {wrong}"]
         # The call is repeated unless it has completed; then training goes on.
