@@ -229,6 +229,8 @@ py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
 }
 
 py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, bool checks) {
+  static PyObject* const ending = PyUnicode_InternFromString("ending");
+  static PyObject* const grad_scale = PyUnicode_InternFromString("grad_scale");
   const Turn turn(object);
   const std::shared_ptr<Found> found =
       find(optimizer, reading(pass.write, checks || allow_fp16), /*coalesces=*/false);
@@ -240,11 +242,10 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   Pass all = pass;
   const bool is_whole = agreement.is_none() && found->batches.size() == 1 &&
                         found->batches[0].list && found->batches[0].device == scale.device();
-  py::object ending = py::handle(object).attr("ending");
+  const bool divides = checks && pass.how == Factor::kDivide;
   if (is_whole) {
-    all.ending = std::move(ending);
-    if (checks && pass.how == Factor::kDivide && scale.dim() == 0 &&
-        is_scalar(scale, at::kFloat, kKernelDevices)) {
+    all.ending = py::getattr(object, ending);
+    if (divides && scale.dim() == 0 && is_scalar(scale, at::kFloat, kKernelDevices)) {
       all.factor_copy = allocated({}, scale.options());
     }
   }
@@ -253,7 +254,10 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   how.agreement = agreement;
   const Flags flags = found->run(all, how);
   turn.flags(flags);
-  turn.set("grad_scale", all.factor_copy.defined() ? wrapped(all.factor_copy) : py::none());
+  if (divides) {
+    const at::Tensor& copy = all.factor_copy;
+    py::setattr(object, grad_scale, copy.defined() ? wrapped(copy) : py::none());
+  }
   if (!checks) {
     turn.unscaled();
   }
