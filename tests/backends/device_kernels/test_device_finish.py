@@ -164,27 +164,26 @@ def test_fused_update(
     limit_programs(programs)
     for mode in ("check", "divide", "unscale"):
         scale, tracker, factors = state(case)
-        before, expected, divisor = scale.clone(), float(bad), None
+        before, expected, divisor = scale.clone(), float(bad), torch.full_like(scale, math.nan)
         kept = torch.zeros(layout.STATE_WORDS, dtype=torch.int64)
         ending = KERNELS.ending(Update(scale, tracker, (), *factors, kept))
         assert ending is not None and not ending.applied
         grads = make()
+        more: dict[str, Any] = {"factor_copy": divisor, "ending": ending}
         if mode == "unscale":
-            divisor = torch.full_like(scale, math.nan)
             theirs, expected = torch_unscaled(make, inverse_of(before.item()))
-            more: dict[str, Any] = {"factor_copy": divisor, "ending": ending}
             found = run_unscale(KERNELS, grads_of(grads), scale, is_scale=True, **more)
             assert_same_memory(grads, theirs)
         elif mode == "divide":
             wide = (g if g.dtype == torch.float64 else g.float() for g in make())
             expected = float(not all((g / before.to(g.dtype)).isfinite().all() for g in wide))
-            found = run_check(KERNELS, grads_of(grads), scale, ending=ending)
-            divisor = ending.divisor
+            found = run_check(KERNELS, grads_of(grads), scale, **more)
         else:
             found = run_check(KERNELS, grads_of(grads), ending=ending)
         assert ending.applied
         assert found.item() == expected
-        assert divisor is None or assert_same(divisor, before) is None
+        if mode != "check":
+            assert_same(divisor, before)
         assert_same([scale, tracker], torch_updated(case, expected))
         assert kept[layout.STEPS] == 1
         ending.undo()
