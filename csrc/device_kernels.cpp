@@ -107,8 +107,8 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
   if (!ending.is_none()) {
     ending.attr("applied") = true;
     const py::object update = ending.attr("update");
-    object_of<UpdateObject>(update.ptr()).scale.unsafeGetTensorImpl()->bump_version();  // as
-                                                                                        // torch's
+    // As torch's op.
+    object_of<UpdateObject>(update.ptr()).scale.unsafeGetTensorImpl()->bump_version();
   }
   return flag;
 }

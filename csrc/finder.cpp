@@ -70,17 +70,23 @@ struct Finder {
   };
   std::vector<Backend> backends_;
 
+  const Backend* known_on(at::Device device) const;
   const Backend& backend_on(at::Device device);
   void decide(const std::shared_ptr<ClipObject>& clip);
 
   struct Norm;
 };
 
+// The kernels for a device, or null before they were asked for.
+const Finder::Backend* Finder::known_on(at::Device device) const {
+  const auto known = std::find_if(backends_.begin(), backends_.end(),
+                                  [&](const Backend& each) { return each.device == device; });
+  return known == backends_.end() ? nullptr : &*known;
+}
+
 const Finder::Backend& Finder::backend_on(at::Device device) {
-  for (const Backend& known : backends_) {
-    if (known.device == device) {
-      return known;
-    }
+  if (const Backend* known = known_on(device)) {
+    return *known;
   }
   static const py::handle torch_ops = py::module_::import("ampfast.backends.aten").release();
   py::object kernels = choice.attr("kernels_for")(device_object(device));
@@ -116,10 +122,7 @@ std::shared_ptr<Found> Finder::find_in(py::object groups, Reading reading, bool 
     groups = py::tuple(groups);  // an iterator is consumed once
   }
   Walk found = walk(groups.ptr(), reading);
-  const auto is_known = [this](const GradList& list) {
-    return std::any_of(backends_.begin(), backends_.end(),
-                       [&](const Backend& each) { return each.device == list.device(); });
-  };
+  const auto is_known = [this](const GradList& list) { return known_on(list.device()) != nullptr; };
   if (!std::all_of(found.lists.begin(), found.lists.end(), is_known)) {
     found.hold();  // asking for kernels may run Python
   }
@@ -696,11 +699,9 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
   if (!norm.is_read) {
     norm.write();
   }
-  if (keeps_norms && !norm.is_read) {
-    for (const Term& term : norm.terms) {
-      if (!term.rows.is_none()) {
-        ampfast::keep_norms(tracking, term.rows);
-      }
+  for (const Term& term : norm.terms) {  // without rows if only read
+    if (keeps_norms && !term.rows.is_none()) {
+      ampfast::keep_norms(tracking, term.rows);
     }
   }
   return moved(norm.clip->norm, norm.place);

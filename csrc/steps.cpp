@@ -252,8 +252,8 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   return claim;
 }
 
-// divides(records, optimizer) -> whether its step divides by grad_scale and skips by
-// found_inf; its record keeps the answer until the claim or torch's kernels change
+// divides(records, optimizer) -> whether its step divides by grad_scale and skips by found_inf; its
+// record keeps the answer until the claim or torch's kernels change
 PyObject* divides(PyObject* const* args) {
   static PyObject* const module =
       py::module_::import("ampfast.optim.fused_support").release().ptr();

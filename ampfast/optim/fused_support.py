@@ -172,8 +172,8 @@ def decide_division(optimizer: Any, record: Record, claim: list[Any]) -> bool:
     Its class says so, or the object itself if torch's constructor made it: what it has from another
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
-    host skips its step. `core.divides` asks once for each claim, of what may decide it:
-    its record keeps the answer.
+    host skips its step. `core.divides` asks once for a claim, the list of what may decide it, and
+    the record keeps the answer.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -103,13 +103,13 @@ class Passes:
         """
         if self._scale is not scale:
             self._take_scale(scale)
-        is_kept = turn.is_measured and turn.may_spike
-        before = turn["found_inf_per_device"] if is_kept else {}
         if self.measures and not turn.is_measured:
             self._norm([optimizer], [turn], _DEFERRED, *_OF_A_STEP, self._skip_above, scale)
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
+        is_kept = turn.is_measured and turn.may_spike
+        before = turn["found_inf_per_device"] if is_kept else {}
         flags: Flags = self._finder.take(optimizer, turn, self._dividing, True)
         if before:
             turn["found_inf_per_device"] = joint_flags(before, flags)
