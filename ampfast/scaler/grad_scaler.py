@@ -448,8 +448,8 @@ class GradScaler(TorchGradScaler):
                 others.pop(id(optimizers[-1]), None)
                 flags = flags_of(others, self._passes.agree) if others else []
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
-                given = (scale, growth_tracker, flags, factors, self._kernels)
-                ending = self._loss_scale.ending(*given)
+                update = self._loss_scale.update_there(scale, growth_tracker, flags, factors)
+                ending = self._kernels.ending(update)
         try:
             for optimizer in optimizers[-1:]:
                 if ending is not None:

@@ -16,7 +16,6 @@ from ampfast.backends import Kernels, aten, scalars
 from ampfast.backends.core import Update, update_by
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import refuse_capture
-from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.errors import float_of
 from ampfast.scaler.history import History, ScalerStats
 
@@ -155,37 +154,25 @@ class LossScale:
         if len(norms) > 1:
             norm = self._joint_norm(scale.device)
         words = self.words_on(scale.device) if self.words is None else self.words
-        given = (kernels, scale, growth_tracker, found_infs, *factors, words, norm)
+        given = scale, growth_tracker, found_infs
         # The first try is declined where a tensor is on another device or a factor is no float.
-        update = update_by(*given)
-        if update is not None:
-            update.found_infs = [scalars.moved(flag, scale.device) for flag in found_infs]
-            update.state, update.norm = self.words_on(scale.device), self._joint_norm(scale.device)
-            numbers = _factors(factors)
-            if numbers is None or not kernels.update(_by(update, numbers)):
+        if update_by(kernels, *given, *factors, words, norm) is not None:
+            update = self.update_there(*given, factors)
+            if not kernels.update(update):
                 aten.update(update, self.limits, bool(norms))
 
-    def ending(
+    def update_there(
         self,
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
-        kernels: DeviceKernels,
-    ) -> Ending | None:
-        """Returns an update for the last program of a check, or None if it cannot be there."""
-        is_known = list(map(type, factors)) == [float, float, int]
-        numbers = factors if is_known else _factors(factors)
-        if numbers is None:
-            return None
-        if found_infs:
-            found_infs = [scalars.moved(flag, scale.device) for flag in found_infs]
-        words = self.words
-        if words is None or words.device != scale.device:
-            words = self.words_on(scale.device)
-        norm = self._joint_norm(scale.device) if self.norms else None
-        given = (None, scale, growth_tracker, found_infs, *numbers, words, norm)
-        return kernels.ending(cast(Update, update_by(*given)))
+    ) -> Update:
+        """Returns an update of plain numbers and of tensors that are on the scale's device."""
+        device = scale.device
+        flags = [scalars.moved(flag, device) for flag in found_infs]
+        given = scale, growth_tracker, flags, *_numbers(*factors), self.words_on(device)
+        return cast(Update, update_by(None, *given, self._joint_norm(device)))
 
     def _joint_norm(self, device: torch.device) -> Tensor | None:
         """The joint norm of this iteration, or None if there is none or their orders differ.
@@ -293,17 +280,10 @@ def history_of(words: Tensor) -> History:
     )
 
 
-def _by(update: Update, numbers: tuple[float, float, int]) -> Update:
-    growth, backoff, interval = numbers
-    return update.replaced(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
-
-
-def _factors(given: tuple[Any, Any, Any]) -> tuple[float, float, int] | None:
-    """Factors for the kernels, or None for torch's op, which accepts or refuses them."""
-    growth_factor, backoff_factor, interval = given
-    if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
-        return None
+def _numbers(growth: Any, backoff: Any, interval: Any) -> tuple[Any, Any, Any]:
+    """Factors for the kernels, or as they are for torch's op, which accepts or refuses them."""
+    are_real = isinstance(growth, (int, float)) and isinstance(backoff, (int, float))
     # torch's op accepts numpy's integers, but no bool.
-    if type(interval) is bool or not isinstance(interval, Integral):
-        return None
-    return float(growth_factor), float(backoff_factor), int(interval)
+    if are_real and isinstance(interval, Integral) and type(interval) is not bool:
+        return float(growth), float(backoff), int(interval)
+    return growth, backoff, interval
