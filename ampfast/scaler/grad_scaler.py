@@ -212,7 +212,7 @@ class GradScaler(TorchGradScaler):
             outputs: A tensor, or an iterable of them.
         """
         if self._is_guard:
-            return late_backward.unscaled(outputs)
+            return outputs
         is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
         scale = self._scale if is_usual else None
         is_here = scale is not None and scale.device == outputs.device
@@ -356,9 +356,8 @@ class GradScaler(TorchGradScaler):
             raise out_of_turn.stepped("step() has already been called since the last update().")
         if turn.agreement is not None and turn["stage"] is not READY:
             passes.agree(turn)  # retries a collective that failed
-        was_late = turn.is_late
-        if was_late:
-            late_backward.warn(self, optimizer, turn, late_backward.WARNING)
+        if turn.is_late:
+            late_backward.warn(self, optimizer, turn)
         try:
             if overridden:
                 result = step_hooked(self, optimizer, turn, args, kwargs)
@@ -381,8 +380,8 @@ class GradScaler(TorchGradScaler):
                 add_note(error, why_unchecked(optimizer))  # torch's fused optimizers fail then
             raise
         turn["stage"] = STEPPED
-        if turn.is_late != was_late:
-            late_backward.warn(self, optimizer, turn, late_backward.OF_A_CLOSURE)
+        if turn.is_late:  # by a backward of a closure
+            late_backward.warn(self, optimizer, turn)
         return result
 
     @not_compiled

@@ -14,27 +14,12 @@ from ampfast.errors import warn_caller
 from ampfast.gradients import READY, UNSCALED, Turn
 
 WARNING = (
-    "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
-    "neither unscaled nor checked them: this step takes them as they are, perhaps too large by the "
-    "factor of the scale. Call unscale_() after the last backward(), and update() at the end of "
-    "every iteration, as of a notebook's cell that was stopped before it"
+    "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_() or, as of "
+    "a closure, within step(): they were neither unscaled nor checked, and are perhaps too large by "
+    "the factor of the scale. Call unscale_() after the last backward(), update() at the end of "
+    "every iteration, as of a notebook's cell that was stopped before it, and step() without a "
+    "closure; train L-BFGS, which needs one, without a scaler"
 )
-OF_A_CLOSURE = (
-    "a backward() within the step() of this {} has written gradients, as of a closure: they were "
-    "neither unscaled nor checked, and the parameters may be wrong by the factor of the scale. "
-    "Give each backward() its own unscale_() and update(), and step() no closure; train L-BFGS, "
-    "which needs one, without a scaler"
-)
-
-
-def unscaled(outputs: Any) -> Any:
-    """What torch's `scale` returns for a scale of 1, without a multiplication."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if not isinstance(outputs, Iterable):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    items = map(unscaled, outputs)
-    return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
 
 
 def compared(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
@@ -69,16 +54,15 @@ def compared(scaled: Any, turns: list[tuple[Any, Turn]]) -> Any:
     return visited(scaled, hook) if watched else scaled
 
 
-def warn(scaler: Any, optimizer: object, turn: Turn, text: str) -> None:
+def warn(scaler: Any, optimizer: object, turn: Turn) -> None:
     """Warns once of a backward that came late, where the step still takes the gradients."""
     # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
     # unscales again.
     if turn["stage"] is READY or scaler._warned_of_backward:
         return
-    flags = turn["found_inf_per_device"]
-    if flags or divides(scaler._records, optimizer):
+    if turn["found_inf_per_device"] or divides(scaler._records, optimizer):
         scaler._warned_of_backward = True
-        warn_caller(text.format(type(optimizer).__name__))
+        warn_caller(WARNING.format(type(optimizer).__name__))
 
 
 def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:

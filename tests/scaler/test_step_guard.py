@@ -107,14 +107,8 @@ def test_a_loss_is_returned_as_it_is(track: str | None) -> None:
     loss = torch.ones((), dtype=torch.bfloat16)
     for first in (loss, [loss, (loss,)], nn.Parameter(loss)):
         guard = ampfast.StepGuard("cpu", track=track)
-        given = guard.scale(first)
-        assert given is first or (type(given) is list and given == first and given[0] is loss)
-        assert guard.scale(loss) is loss
-        assert [each is loss for each in guard.scale(iter([loss, loss]))] == [True, True]
+        assert guard.scale(first) is first
         assert guard.get_scale() == 1.0
-    for wrong in (1.0, [loss, None]):
-        with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
-            guard.scale(wrong)
     assert started(ampfast.GradScaler, 1.0, dynamic=False).scale(loss) is loss
     disabled = ampfast.StepGuard("cpu", enabled=False)
     assert disabled.scale(loss) is loss
