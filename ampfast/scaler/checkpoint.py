@@ -34,37 +34,32 @@ def require_loadable(
     for key in _KEYS:
         if not hasattr(value := state_dict[key], "__float__"):
             raise ValueError(f"the checkpoint's {key!r} must be a number, got {value!r}")
-    if not dynamic:
-        _require_static(state_dict, is_guard=is_guard)
-    if not limits.is_torchs and _is_static(state_dict):
+    rule = state_dict["growth_interval"], state_dict["backoff_factor"]
+    scale, is_static = state_dict["scale"], rule == (0, 1.0)
+    if not dynamic and (not is_static or (is_guard and scale != 1)):
+        own = "is always 1" if is_guard else "never changes"
+        raise ValueError(
+            f"this scaler's scale {own}, but the checkpoint is of a scaler whose scale is {scale}"
+            f"{'' if is_static else ' and changes'}: load it into a scaler that was made as that "
+            "one was, or begin with this one as it is"
+        )
+    if not limits.is_torchs and is_static:
         raise ValueError(
             "the checkpoint's scale is static, but this scaler has limits or hysteresis, which "
             "need a dynamic one"
         )
-    entry, tolerated = _entry_of(state_dict), 0
+    entry, tolerated = state_dict.get("ampfast", {}), 0
     if not isinstance(entry, dict) or not set(entry) <= {"norms"}:
         tolerated = limits.hysteresis - limits.require_loadable(entry)
     norms = require_norms(entry.get("norms", []))
     # A static scaler has an interval of 0.
-    if "ampfast" in state_dict and _is_static(state_dict) and interval > 0:
+    if "ampfast" in state_dict and is_static and interval > 0:
         warn_caller(
             "This checkpoint is of a scaler whose scale never changes, such as a StepGuard: from "
-            f"now on this scaler's stays {state_dict.get('scale')}. To go on with a scale that "
+            f"now on this scaler's stays {scale}. To go on with a scale that "
             "grows and backs off, do not load it."
         )
     return tolerated, norms
-
-
-def _entry_of(state_dict: dict[str, Any]) -> Any:
-    """The entry of ours in a scaler's checkpoint; without one that of a scaler by torch's rule."""
-    if "ampfast" not in state_dict:
-        return {"norms": []}
-    return state_dict["ampfast"]
-
-
-def _is_static(state_dict: dict[str, Any]) -> bool:
-    """Whether a scaler's checkpoint has a static scale."""
-    return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
 @contextmanager
@@ -73,39 +68,9 @@ def explained(state_dict: object) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError) as error:
-        if not isinstance(state_dict, dict):
-            told = f"got {type(state_dict).__name__}"
-        elif isinstance(error, TypeError):
-            raise
-        elif "scale" in state_dict:
-            missing = [key for key in _KEYS if key not in state_dict]
-            told = f"this one has no {', '.join(missing)}"
-        else:
-            there = ", ".join(map(str, [*state_dict][:3]))
-            told = f"this one begins with {there}: is it of a model, or a whole checkpoint?"
+        got = [*state_dict][:5] if isinstance(state_dict, dict) else type(state_dict).__name__
+        keys = ", ".join(_KEYS)
         add_note(
-            error,
-            f"expected what a scaler's state_dict() returns, a dict of {', '.join(_KEYS)}; {told}",
+            error, f"expected what a scaler's state_dict() returns, a dict of {keys}; got {got}"
         )
         raise
-
-
-def _require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
-    """Checks a checkpoint for a scaler with `dynamic=False`; that of a guard is always 1.
-
-    Raises:
-        ValueError: If its scale changes, or is another one.
-    """
-    scale, is_fixed = state_dict["scale"], _is_static(state_dict)
-    if is_guard and not (is_fixed and scale == 1):
-        raise ValueError(
-            "a guard's scale is always 1, but this is the checkpoint of a scaler whose scale is "
-            f"{scale}{'' if is_fixed else ' and changes'}, as for float16: load it "
-            "into a GradScaler, or begin with the guard as it is"
-        )
-    if not is_fixed:
-        raise ValueError(
-            "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
-            f"growth_interval {state_dict['growth_interval']}, backoff_factor "
-            f"{state_dict['backoff_factor']}"
-        )

@@ -15,10 +15,10 @@ from ampfast.gradients import READY, UNSCALED, Turn
 
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_() or, as of "
-    "a closure, within step(): they were neither unscaled nor checked, and are perhaps too large by "
-    "the factor of the scale. Call unscale_() after the last backward(), update() at the end of "
-    "every iteration, as of a notebook's cell that was stopped before it, and step() without a "
-    "closure; train L-BFGS, which needs one, without a scaler"
+    "a closure, within step(): they were neither unscaled nor checked, perhaps too large by the "
+    "factor of the scale. Call unscale_() after the last backward(), update() at the end of every "
+    "iteration, as of a notebook's cell that was stopped before it, and step() without a closure; "
+    "train L-BFGS, which needs one, without a scaler"
 )
 
 

@@ -237,7 +237,7 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
         ({"hysteresis_tracker": 4}, "must be an int of at most 3, got 4"),
         ({"hysteresis_tracker": "2"}, "got '2'"),
         ({"hysteresis_tracker": -(2**31)}, "got -2147483648"),
-        ({"another": 1}, "unknown keys: 'another'$"),
+        ({"another": 1}, "'another': 1"),
         (None, "must be a dict of .* got None"),
     ],
 )
@@ -261,7 +261,7 @@ def test_checkpoints_of_another_kind_of_scaler() -> None:
     refilled = training(**SETTINGS).step(math.inf).scaler
     refilled.load_state_dict(saved)
     assert refilled.state_dict()["ampfast"]["hysteresis_tracker"] == 3
-    message = "dynamic=False, but the checkpoint's scale changes"
+    message = "scale never changes, but the checkpoint is of .* and changes"
     torchs = torch.amp.GradScaler("cpu").state_dict()
     scaler = assert_refused(torchs, message, dynamic=False, init_scale=4.0)
     for half_static in ({"growth_interval": 0}, {"backoff_factor": 1.0}):

@@ -157,7 +157,7 @@ def test_the_scale_stays_1() -> None:
         (guard.update, torch.tensor(1.0), "this scaler's scale is always 1, got"),
         (guard.set_backoff_factor, 0.5, "never changes: it takes no backoff_factor"),
         (guard.set_growth_interval, 1, "never changes: it takes no growth_interval"),
-        (guard.load_state_dict, other.state_dict(), r"of a scaler whose scale is 8\.0, as for fl"),
+        (guard.load_state_dict, other.state_dict(), r"of a scaler whose scale is 8\.0: load"),
         (guard.load_state_dict, dynamic.state_dict(), r"of a scaler whose scale is 1\.0 and chang"),
     ):
         with pytest.raises(ValueError, match=text):
