@@ -33,7 +33,7 @@ from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
 from ampfast.scaler.overrides import Methods, original_methods, step_hooked, torchs_step
 from ampfast.scaler.passes import Passes
-from ampfast.scaler.reports import Reports, described, reason_of
+from ampfast.scaler.reports import Reports, reason_of
 from ampfast.scaler.skip_log import SkipLog
 
 if TYPE_CHECKING:
@@ -197,12 +197,15 @@ class GradScaler(TorchGradScaler):
         self.skip_above = skip_above
 
     def __repr__(self) -> str:
-        if not self._enabled:
-            return f"<{type(self).__name__}: disabled>"
-        # A GPU's backend is tried when it is asked for.
-        is_known = self._scale is None or self._scale.is_cpu or "_kernels" in vars(self)
-        given = (self._scale, self._init_scale, self._loss_scale)
-        told = described(*given, self._choice if is_known else None)
+        scale, told = self._scale if self._enabled else None, "disabled"
+        if scale is not None and scale.is_cpu:
+            stats, backend = self.stats(), self._choice.name_for(scale.device)
+            told = f"scale {stats.scale:.10g}, {stats.steps} steps, {stats.skipped} skipped"
+            told += f", backend {backend}"
+        elif scale is not None:  # nothing waits for a GPU
+            told = f"scale, steps and skipped on {scale.device}: see stats()"
+        elif self._enabled:
+            told = f"scale {self._init_scale:.10g}, on no device yet"
         return f"<{type(self).__name__}: {told}>"
 
     def scale(self, outputs: Any) -> Any:

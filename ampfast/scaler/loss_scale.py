@@ -280,6 +280,6 @@ def _numbers(growth: Any, backoff: Any, interval: Any) -> tuple[Any, Any, Any]:
     """Factors for the kernels, or as they are for torch's op, which accepts or refuses them."""
     are_real = isinstance(growth, (int, float)) and isinstance(backoff, (int, float))
     # torch's op accepts numpy's integers, but no bool.
-    if are_real and isinstance(interval, Integral) and type(interval) is not bool:
+    if are_real and not isinstance(interval, bool) and isinstance(interval, Integral):
         return float(growth), float(backoff), int(interval)
     return growth, backoff, interval

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import joint_flag
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
@@ -20,7 +18,6 @@ from ampfast.diagnose.overflow_report import Names, OverflowReport, Tracking
 from ampfast.gradients import Flags
 
 if TYPE_CHECKING:
-    from ampfast.backends import Choice
     from ampfast.distributed import Ranks
     from ampfast.scaler.loss_scale import LossScale
 
@@ -105,25 +102,3 @@ def reason_of(flags: Flags) -> str | None:
 
 def _words_of(loss_scale: LossScale | None) -> Tensor | None:
     return None if loss_scale is None else loss_scale.words
-
-
-def described(
-    scale: Tensor | None, init_scale: float, loss_scale: LossScale, choice: Choice | None
-) -> str:
-    """What a scaler's repr tells: nothing that waits for a GPU."""
-    if scale is None:
-        return f"scale {_power_of_2(init_scale)}, on no device yet"
-    if not scale.is_cpu:
-        uses = "" if choice is None else f", backend {choice.name_for(scale.device)}"
-        return f"scale, steps and skipped on {scale.device}: see stats(){uses}"
-    words = loss_scale.words_on(scale.device)
-    steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
-    number = _power_of_2(scale.item())
-    backend = "unknown" if choice is None else choice.name_for(scale.device)
-    return f"scale {number}, {steps} steps, {skipped} skipped, backend {backend}"
-
-
-def _power_of_2(scale: float) -> str:
-    """A scale for readers: 2^20, or a number."""
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 and exponent > 1 else f"{scale:g}"

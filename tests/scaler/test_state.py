@@ -81,7 +81,7 @@ def test_repr_without_a_wait_of_the_host() -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = GradScaler("cpu", init_scale=1024.0)
-    assert repr(scaler) == "<GradScaler: scale 2^10, on no device yet>"
+    assert repr(scaler) == "<GradScaler: scale 1024, on no device yet>"
     assert repr(GradScaler("cpu", enabled=False)) == "<GradScaler: disabled>"
     for value in (1.0, math.inf, 1.0):
         weight.grad = torch.full((2,), value)
@@ -89,8 +89,8 @@ def test_repr_without_a_wait_of_the_host() -> None:
         scaler.step(optimizer)
         scaler.update()
     backend = scaler._choice.name_for(torch.device("cpu"))
-    assert repr(scaler) == f"<GradScaler: scale 2^9, 3 steps, 1 skipped, backend {backend}>"
-    assert repr(copy.deepcopy(scaler)) == "<GradScaler: scale 2^9, on no device yet>"
+    assert repr(scaler) == f"<GradScaler: scale 512, 3 steps, 1 skipped, backend {backend}>"
+    assert repr(copy.deepcopy(scaler)) == "<GradScaler: scale 512, on no device yet>"
     scaler = GradScaler("cpu", backend="aten")
     for _ in range(2):  # attributes missing in one pickle are present in the next
         scaler = pickle.loads(pickle.dumps(scaler))
