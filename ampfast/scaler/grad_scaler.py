@@ -315,7 +315,7 @@ class GradScaler(TorchGradScaler):
             scale = self._checked_scale("unscale_", optimizer)
         turn = turn_of(self._records, self._per_optimizer_states, optimizer)
         if turn["stage"] is not READY:
-            out_of_turn.require_ready(turn, "clip_grad_norm_() unscales, too.", optimizer)
+            raise out_of_turn.past_its_turn(turn, optimizer)
         try:
             if overrides(self, _HOOKS):
                 TorchGradScaler.unscale_(self, optimizer)
@@ -527,7 +527,7 @@ class GradScaler(TorchGradScaler):
         states, records = self._per_optimizer_states, self._records
         for each in optimizers:
             if (turn := states.get(id(each))) is not None and turn["stage"] is not READY:
-                out_of_turn.require_ready(turn, out_of_turn.CLIP_IN_PLACE, each)
+                raise out_of_turn.past_its_turn(turn, each)
         defers, turns = None, []
         if not in_place:
             defers = []
@@ -838,8 +838,11 @@ class GradScaler(TorchGradScaler):
         if self._is_guard and self._scale is None:
             device = out_of_turn.device_for(optimizers) or self._ranks.device
             self._lazy_init_scale_growth_tracker(device or torch.device(self._device or "cpu"))
-        with out_of_turn.remedied():
+        try:
             self._check_scale_growth_tracker(method)
+        except AssertionError as error:
+            add_note(error, out_of_turn.NOTHING_SCALED)
+            raise
         if self._scale is None:
             raise AssertionError(f"_scale is None in {method}")
         return self._scale

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
@@ -11,10 +10,14 @@ import torch
 from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast.errors import add_note, warn_caller
-from ampfast.gradients import READY, UNSCALED
+from ampfast.gradients import UNSCALED
 from ampfast.optim.fused_support import device_of, explain
 
-CLIP_IN_PLACE = "clip_grad_norm_() unscales, too: call it once, in place of unscale_()."
+# Of torch's error for a scaler that has scaled nothing.
+NOTHING_SCALED = (
+    "The scaler whose scale() was given the loss must unscale, clip, step and update, too. "
+    "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+)
 ZERO_SCALE = (
     "The scale is 0 and cannot recover: every step will be skipped. Set it with "
     "update(new_scale), and look for NaN in the model or its input."
@@ -26,10 +29,8 @@ _ONCE = (
 )
 
 
-def require_ready(turn: dict[str, Any], note: str, optimizer: object) -> None:
-    """Raises the error of torch's `unscale_` for an optimizer that is past its turn."""
-    if turn["stage"] is READY:
-        return
+def past_its_turn(turn: dict[str, Any], optimizer: object) -> RuntimeError:
+    """Returns the error of torch's `unscale_` for an optimizer that was unscaled or stepped."""
     text, why = "unscale_() is being called after step().", _ONCE
     if turn["stage"] is UNSCALED:
         text = "unscale_() has already been called on this optimizer since the last update()."
@@ -37,8 +38,8 @@ def require_ready(turn: dict[str, Any], note: str, optimizer: object) -> None:
             "Gradients are unscaled once, between the last backward() and step(): where they "
             "accumulate over several backward(), not after each. update() ends the iteration."
         )
-    kind = type(optimizer).__name__
-    raise add_note(RuntimeError(text), f"{note} The optimizer: {kind}. {why}")
+    told = "clip_grad_norm_() unscales, too: call it in place of unscale_(). The optimizer: "
+    return add_note(RuntimeError(text), f"{told}{type(optimizer).__name__}. {why}")
 
 
 def stepped(text: str) -> RuntimeError:
@@ -52,20 +53,6 @@ def nothing_checked() -> AssertionError:
         AssertionError("No inf checks were recorded prior to update."),
         "Neither step() nor unscale_() found a gradient since the last update().",
     )
-
-
-@contextmanager
-def remedied() -> Iterator[None]:
-    """Adds a note to torch's error for a scaler that has scaled nothing."""
-    try:
-        yield
-    except AssertionError as error:
-        remedy = (
-            "The scaler whose scale() was given the loss must unscale, clip, step and update, too. "
-            "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
-        )
-        add_note(error, remedy)
-        raise
 
 
 def device_for(optimizers: Sequence[Any]) -> torch.device | None:
