@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import compress
 from typing import Any, TypeVar, cast
@@ -55,6 +54,18 @@ class _Masters(dict[Tensor, Tensor]):
     def make_if_trained(self, param: Tensor) -> None:
         if param not in self and _is_trained(param):
             self.make(param)
+
+    def load(self, param: Tensor, saved: Any, index: Any) -> None:
+        """Makes a master weight with the values of a checkpoint's, which others may hold."""
+        if not isinstance(saved, Tensor) or saved.shape != param.shape:
+            raise ValueError(
+                f"the master weight of parameter {index} must be a dense float32 tensor of the "
+                f"parameter's shape {tuple(param.shape)}, got {saved!r:.200}"
+            )
+        if _fits(param):
+            with torch.inference_mode(False), torch.no_grad():
+                weight = torch.empty_like(param.detach(), dtype=torch.float32).copy_(saved)
+            self[param] = weight.requires_grad_()
 
     def widened(self, grads: list[Any]) -> list[Any]:
         """Returns gradients in float32, on the CPU in the memory of the last step if it is free.
@@ -160,13 +171,9 @@ class MasterWeights(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, in which `state[i]["master_param"]` is a master weight."""
-        with _hooks_aside(self, "_optimizer_state_dict_post_hooks") as (hooks,):
+        with self.register_state_dict_post_hook(_add_masters, prepend=True):
             saved: dict[str, Any] = super().state_dict()
-        state = dict(saved["state"])
-        for index, param in _numbered(self, saved):
-            if param in self._masters:
-                state[index] = {**state.get(index, {}), _KEY: self._masters[param].detach()}
-        return _run_hooks(self, hooks, {**saved, "state": state})
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where a checkpoint was saved, before or after the model's is loaded.
@@ -181,48 +188,47 @@ class MasterWeights(torch.optim.Optimizer):
             ValueError: If a master weight has another shape, if a checkpoint by parameters' names
                 has none, or as torch. Nothing is loaded then.
         """
-        names = (f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post"))
-        with _hooks_aside(self, *names) as (before, after):
-            self._load(_run_hooks(self, before, dict(state_dict)), super().load_state_dict)
-        for hook in list(after.values()):
-            hook(self)
+        held, loaded, swap = self._masters, _Masters(), _Swap(self)
 
-    def _load(self, saved: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-        held = self._masters
-        masters, weights, state = _Masters(held), {}, dict(saved["state"])
-        for index, param in _numbered(self, saved):
-            entry = state.get(index)
-            if isinstance(entry, dict) and _KEY in entry:
-                # torch knows nothing of it; an entry that is empty otherwise is none.
-                state[index] = {key: value for key, value in entry.items() if key != _KEY}
-                if not state[index]:
-                    del state[index]
-                _refuse_unlike(entry[_KEY], param, index)
-                if _fits(param):
-                    weights[param] = entry[_KEY]
-            elif isinstance(index, str) and index in state and _fits(param):
-                raise ValueError(
-                    f"the checkpoint has no master weight of {index}: torch drops it on loading "
-                    "with flatten_optimizer_state_dict=True. Save and load without that, or add "
-                    f'state["{index}"]["{_KEY}"] in a pre-hook of load_state_dict'
-                )
-            if _fits(param) and param not in masters:
-                # torch loads state in the dtype of what it belongs to; this takes no memory.
+        def begin(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            state = dict(saved["state"])
+            for index, param in _numbered(self, saved):
+                entry = dict(state.get(index, {}))
+                if _KEY in entry:
+                    weight, state[index] = entry.pop(_KEY), entry
+                    if not entry:
+                        del state[index]  # torch saves no empty one
+                    loaded.load(param, weight, index)
+                elif isinstance(index, str) and index in state and _fits(param):
+                    raise ValueError(
+                        f"the checkpoint has no master weight of {index}: torch drops it on "
+                        "loading with flatten_optimizer_state_dict=True. Save and load without "
+                        f'that, or add state["{index}"]["{_KEY}"] in a pre-hook of load_state_dict'
+                    )
+            # torch loads state in the dtype of what it belongs to; these take no memory.
+            masters = _Masters()
+            for param in filter(_fits, _params(self)):
                 one = allocate(torch.empty, (), dtype=torch.float32, device=param.device)
                 masters[param] = one.expand(param.shape)
-        swap = _Swap(self)
-        try:
-            # Tensors of their own: state dicts that were returned share memory with the held ones.
-            loaded = {param: _loaded(weight, param) for param, weight in weights.items()}
             self._masters = masters
             swap.enter()
-            load({**saved, "state": state})
+            return {**saved, "state": state}
+
+        def end(_: Any) -> None:
+            nonlocal held
             swap.leave()
+            self._masters = held = loaded
+
+        try:
+            with (
+                self.register_load_state_dict_pre_hook(begin),
+                self.register_load_state_dict_post_hook(end, prepend=True),
+            ):
+                super().load_state_dict(state_dict)
         except BaseException:
             swap.leave()
             self._masters = held
             raise
-        self._masters = _Masters(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master_weights": list(self._masters.items())}
@@ -243,17 +249,18 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def _add_masters(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Adds master weights to a state dict, before the hooks of others see it."""
+    saved["state"] = state = dict(saved["state"])
+    for index, param in _numbered(optimizer, saved):
+        if param in optimizer._masters:
+            state[index] = {**state.get(index, {}), _KEY: optimizer._masters[param].detach()}
+
+
 def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
     """Parameters and the keys of their state in a state dict; torch checks how many."""
     keys = (key for group in state_dict["param_groups"] for key in group["params"])
     return list(zip(keys, _params(optimizer), strict=False))
-
-
-def _loaded(weight: Tensor, param: Tensor) -> Tensor:
-    """A master weight of a parameter with the values of a checkpoint's."""
-    with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty_like(param.detach(), dtype=torch.float32).copy_(weight)
-    return made.requires_grad_()
 
 
 def _prepare(optimizer: MasterWeights) -> None:
@@ -331,39 +338,6 @@ def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
     if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}:
         return list(tensors)
     return [getattr(each, "_local_tensor", each) for each in tensors]
-
-
-@contextmanager
-def _hooks_aside(optimizer: MasterWeights, *names: str) -> Iterator[list[OrderedDict[int, Any]]]:
-    """Hooks of these names, which torch does not run in this block.
-
-    They see the optimizer and its checkpoints with master weights added.
-    """
-    hooks = [getattr(optimizer, name) for name in names]
-    try:
-        vars(optimizer).update((name, OrderedDict()) for name in names)
-        yield hooks
-    finally:
-        vars(optimizer).update(zip(names, hooks, strict=True))
-
-
-def _run_hooks(
-    optimizer: MasterWeights, hooks: OrderedDict[int, Any], saved: dict[str, Any]
-) -> dict[str, Any]:
-    for hook in list(hooks.values()):
-        changed = hook(optimizer, saved)
-        saved = saved if changed is None else changed
-    return saved
-
-
-def _refuse_unlike(weight: Any, param: Tensor, index: Any) -> None:
-    """Refuses what is no master weight of a parameter."""
-    fits = isinstance(weight, Tensor) and weight.shape == param.shape
-    if not fits or weight.layout is not torch.strided or weight.is_meta > param.is_meta:
-        raise ValueError(
-            f"the master weight of parameter {index} must be a dense float32 tensor of the "
-            f"parameter's shape {tuple(param.shape)}, got {weight!r:.200}"
-        )
 
 
 class _Swap:
