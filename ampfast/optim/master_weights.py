@@ -45,15 +45,16 @@ class _Masters(dict[Tensor, Tensor]):
         super().__init__(masters)
         self.memory: list[Tensor] = []
 
-    def make(self, param: Tensor) -> None:
-        refuse_capture("the making of master weights")
-        with torch.inference_mode(False), torch.no_grad():
-            weight = param.detach().to(torch.float32)
-        self[param] = weight.requires_grad_()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy compares parameters at its first step.
+        return _Masters, (dict(self),)
 
     def make_if_trained(self, param: Tensor) -> None:
         if param not in self and _is_trained(param):
-            self.make(param)
+            refuse_capture("the making of master weights")
+            with torch.inference_mode(False), torch.no_grad():
+                weight = param.detach().to(torch.float32)
+            self[param] = weight.requires_grad_()
 
     def load(self, param: Tensor, saved: Any, index: Any) -> None:
         """Makes a master weight with the values of a checkpoint's, which others may hold."""
@@ -231,14 +232,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "master_weights": list(self._masters.items())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        masters = state.pop("master_weights", None)
-        super().__setstate__(state)
-        if masters is not None:
-            self._masters = _Masters(masters)
+        return {**super().__getstate__(), "_masters": self._masters}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Its class is made when it is needed.
