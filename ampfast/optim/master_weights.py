@@ -107,13 +107,13 @@ class MasterWeights(torch.optim.Optimizer):
         return {param: weight.detach() for param, weight in self._masters.items()}
 
     @not_compiled
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Steps the master weights and rounds them to the parameters that have a gradient.
 
         Gradients become float32 tensors; if the optimizer sets one to None, it is None afterwards.
-        A closure sees the model's parameters.
 
         Args:
+            closure: Passed on, by position; it sees the model's parameters.
             *args: Passed on.
             **kwargs: Passed on.
 
@@ -125,15 +125,12 @@ class MasterWeights(torch.optim.Optimizer):
                 if the optimizer changed it itself, as one does that steps a list of its own.
             ValueError: If a group is differentiable.
         """
-        closure = args[0] if args else kwargs.get("closure")
         step = cast(Any, self._master_weights_of.step)
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # the hooks of this step run around it
         masters, swap = self._masters, _Swap(self)
-        if callable(closure):
-            closure = partial(swap.evaluate, closure)
-            args = (closure, *args[1:]) if args else ()
-            kwargs = kwargs if args else {**kwargs, "closure": closure}
+        if closure is not None:
+            args = (partial(swap.evaluate, closure), *args)
         try:
             _prepare(self)
             swap.enter()
@@ -340,9 +337,6 @@ class _Swap:
     def __init__(self, optimizer: MasterWeights) -> None:
         self.optimizer = optimizer
         self._own: list[tuple[list[Tensor], list[Tensor]]] | None = None
-        for group in optimizer.param_groups:
-            if not isinstance(group["params"], list):
-                group["params"] = list(group["params"])
 
     def enter(self) -> None:
         optimizer, masters = self.optimizer, self.optimizer._masters
@@ -470,7 +464,6 @@ def _fits(param: Tensor) -> bool:
         param.dtype in _HALVES
         and not is_lazy(param)
         and param.layout is torch.strided
-        and not param.is_nested
         and not param.is_inference()
     )
 

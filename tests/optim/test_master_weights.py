@@ -287,8 +287,7 @@ class Program:
                 side.optimizer.state.clear()
         elif event == "groups":
             (group, *more) = ours.optimizer.param_groups
-            kind, held = self.chance.choice([dict, Group]), self.chance.choice([tuple, list])
-            ours.optimizer.param_groups[:] = [kind(group, params=held(group["params"])), *more]
+            ours.optimizer.param_groups[:] = [self.chance.choice([dict, Group])(group), *more]
         elif event in ("copied", "pickled"):
             copied = copy.deepcopy if event == "copied" else pickled
             ours.model, ours.optimizer = copied((ours.model, ours.optimizer))
