@@ -34,16 +34,11 @@ class _Masters(dict[Tensor, Tensor]):
             with them; None: compare them.
         looks: `core.looks_of` the parameters with a master weight then, or after the last step.
         others: The parameters in the groups without one.
-        memory: Float32 gradients of the last step, on the CPU.
     """
 
     places: list[list[int]] | None = None
     looks = b""
     others: Sequence[Tensor] = ()
-
-    def __init__(self, masters: Any = ()) -> None:
-        super().__init__(masters)
-        self.memory: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy compares parameters at its first step.
@@ -67,22 +62,6 @@ class _Masters(dict[Tensor, Tensor]):
             with torch.inference_mode(False), torch.no_grad():
                 weight = torch.empty_like(param.detach(), dtype=torch.float32).copy_(saved)
             self[param] = weight.requires_grad_()
-
-    def widened(self, grads: list[Any]) -> list[Any]:
-        """Returns gradients in float32, on the CPU in the memory of the last step if it is free.
-
-        Fresh memory would take several times as long there; the allocators of GPUs keep it.
-        """
-        if not core.can_be_reused(self.memory, grads):
-            self.memory = []  # freed first
-            if not all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads):
-                return [grad.detach().to(torch.float32) for grad in grads]
-            self.memory = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        wide = self.memory
-        torch._foreach_copy_(wide, grads)
-        if not wide[0].is_cpu:
-            self.memory = []
-        return wide
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -154,18 +133,14 @@ class MasterWeights(torch.optim.Optimizer):
         are_half = [grad is not None and grad.dtype in _HALVES for grad in grads]
         if not any(are_half):
             return
-        params, halves = list(compress(params, are_half)), list(compress(grads, are_half))
+        halves: list[Any] = list(compress(grads, are_half))
         with torch.inference_mode(False), torch.no_grad():
-            grads = self._masters.widened(halves)
-        try:
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-        except RuntimeError:
-            # grad_dtype is read only here: parameters keep it, so this is a first step.
-            for param, grad in zip(params, grads, strict=True):
-                if param.grad_dtype not in (None, torch.float32):
-                    param.grad_dtype = None
-                param.grad = grad
+            wide = [torch.empty_like(grad, dtype=torch.float32) for grad in halves]
+            torch._foreach_copy_(_locals(wide), _locals(halves))
+        for param, grad in zip(compress(params, are_half), wide, strict=True):
+            if param.grad_dtype not in (None, torch.float32):
+                param.grad_dtype = None
+            param.grad = grad
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, in which `state[i]["master_param"]` is a master weight."""
