@@ -6,7 +6,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from itertools import compress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -128,16 +127,14 @@ class MasterWeights(torch.optim.Optimizer):
 
         `step` does it, and a scaler before it reads gradients. Float32 ones stay as they are.
         """
-        params = _params(self)
-        grads = [param.grad for param in params]  # once: reading makes an object
-        are_half = [grad is not None and grad.dtype in _HALVES for grad in grads]
-        if not any(are_half):
+        grads = ((param, param.grad) for param in _params(self))
+        halves = [(p, grad) for p, grad in grads if grad is not None and grad.dtype in _HALVES]
+        if not halves:
             return
-        halves: list[Any] = list(compress(grads, are_half))
         with torch.inference_mode(False), torch.no_grad():
-            wide = [torch.empty_like(grad, dtype=torch.float32) for grad in halves]
-            torch._foreach_copy_(_locals(wide), _locals(halves))
-        for param, grad in zip(compress(params, are_half), wide, strict=True):
+            wide = [torch.empty_like(grad, dtype=torch.float32) for _, grad in halves]
+            torch._foreach_copy_(_locals(wide), _locals(grad for _, grad in halves))
+        for (param, _), grad in zip(halves, wide, strict=True):
             if param.grad_dtype not in (None, torch.float32):
                 param.grad_dtype = None
             param.grad = grad
@@ -301,8 +298,6 @@ def _write_back(optimizer: MasterWeights) -> None:
 
 def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors; of DTensors their local shards."""
-    if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}:
-        return list(tensors)
     return [getattr(each, "_local_tensor", each) for each in tensors]
 
 
@@ -347,11 +342,9 @@ class _Swap:
         """Calls a step's closure, which sees the parameters instead of the master weights."""
         self.leave()
         try:
-            with torch.no_grad():
-                _write_back(self.optimizer)
+            _write_back(self.optimizer)
             loss = closure()
-            with torch.no_grad():
-                _prepare(self.optimizer)
+            _prepare(self.optimizer)
         finally:
             self.enter()
         return loss
