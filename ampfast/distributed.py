@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ampfast.backends import aten, core, scalars
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.errors import warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,8 +32,6 @@ Value = TypeVar("Value")
 # torch cannot convert parameters that have weak references (`torch.utils.swap_tensors` refuses), so
 # these are held. If nothing else holds one, it is dropped at the next call.
 _marks: dict[Tensor, tuple[int, ...]] = {}
-# Placement classes that a warning has named.
-_warned: set[type] = set()
 _INT64: Any = {"dtype": torch.int64, "device": "cpu"}
 # Larger than any number of ranks, as in csrc/finder.cpp; a sum over all ranks is exact in float64.
 _FOUND = 2**32
@@ -47,19 +44,18 @@ class Layout:
     Attributes:
         mesh: The mesh.
         unreplicated: Mesh dimensions along which the ranks' local tensors differ.
-        sharded: Those dimensions along which the ranks hold different elements.
-        is_known: False with a placement of another library: torch's own op takes the gradient.
+        sharded: Those dimensions along which the ranks hold different elements; also those of
+            placements that torch does not know.
     """
 
     mesh: DeviceMesh
     unreplicated: tuple[int, ...]
     sharded: tuple[int, ...]
-    is_known: bool
 
     @property
     def is_partial(self) -> bool:
         """Whether ranks hold partial sums of the same elements."""
-        return self.is_known and self.unreplicated != self.sharded
+        return self.unreplicated != self.sharded
 
     def counts_among(self, ranks: Sequence[int], *, is_own_group: bool) -> bool:
         """Whether this rank, of all `ranks` with the same elements, contributes their norm.
@@ -81,11 +77,9 @@ class Layout:
 
     @torch.no_grad()
     def local_tensor(self, grad: DTensor) -> Tensor:
-        """Returns the local tensor, partial sums reduced; the full one of unknown placements."""
+        """Returns the local tensor, partial sums reduced."""
         from torch.distributed.tensor import Replicate
 
-        if not self.is_known:
-            return grad.full_tensor()
         if self.is_partial:
             placements = [Replicate() if p.is_partial() else p for p in grad.placements]
             grad = grad.redistribute(placements=placements)
@@ -108,7 +102,7 @@ class LocalShards:
         self.ranks = ranks
 
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
-        """Returns the local shard of a distributed gradient whose placements are known."""
+        """Returns the local shard of a distributed gradient."""
         if grad is None:
             # Another rank may have a shard of this gradient, whose flag all ranks reduce.
             if self.is_distributed(param) and param.requires_grad:
@@ -117,8 +111,6 @@ class LocalShards:
         if not self.is_distributed(grad):
             return None
         layout = self.layouts[number] = self.ranks.layout_of(grad)
-        if not layout.is_known:
-            return None
         if layout.is_partial:
             self.partial[number] = grad
         local = grad._local_tensor  # no autograd node
@@ -146,20 +138,9 @@ class LocalShards:
 
 
 def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    kinds = [type(placement) for placement in placements]
-    unreplicated = tuple(dim for dim, kind in enumerate(kinds) if kind is not Replicate)
-    unknown = [kind for kind in kinds if kind not in (Replicate, Shard, _StridedShard, Partial)]
-    if unknown and unknown[0] not in _warned:
-        _warned.add(unknown[0])
-        warn_caller(
-            f"ampfast does not know the placement {unknown[0].__name__} of a DTensor gradient: "
-            "such gradients take torch's own op."
-        )
-    sharded = tuple(dim for dim in unreplicated if kinds[dim] is not Partial)
-    return Layout(mesh, unreplicated, () if unknown else sharded, is_known=not unknown)
+    unreplicated = tuple(dim for dim, each in enumerate(placements) if not each.is_replicate())
+    sharded = tuple(dim for dim in unreplicated if not placements[dim].is_partial())
+    return Layout(mesh, unreplicated, sharded)
 
 
 class Group:

@@ -490,9 +490,7 @@ def p_norm(
     is_exact = order == torch.inf and not grad.is_complex()
     dtype = None if is_exact else widest(grad.device, grad.is_complex())
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()  # of a DTensor
-    elif type(norm) is not Tensor:
+    if type(norm) is not Tensor:
         # It is of an unknown subclass.
         norm = allocate(torch.tensor, norm.item(), dtype=widest(grad.device), device=grad.device)
     return norm.to(widest(grad.device))
