@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ampfast import backends
-from ampfast.backends import TORCH_OPS, Kernels, core
+from ampfast.backends import core
 from ampfast.backends.core import Aim, Clip, Factor, Pass, Use
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.backends.scalars import allocate, moved, widest
+from ampfast.backends.scalars import moved, widest
 from ampfast.clip.global_norm import FUSED_ORDERS
 from ampfast.errors import warn_caller
 from ampfast.gradients import Turn
@@ -29,8 +29,6 @@ _USES, _CLIP = [Use.AS_THEY_ARE], Aim.CLIP
 
 # Called with the parameters and the limit of a clip, while the loops of scalers are checked.
 on_clip: Callable[[list[Tensor], Any], None] | None = None
-
-_WIDE = torch.float32, torch.float64
 
 
 def clip_grad_norm_(
@@ -64,31 +62,24 @@ def clip_grad_norm_(
 
     Source: torch.nn.utils.clip_grad_norm_, whose coefficient is here computed in float64.
     """
-    if torch.compiler.is_compiling():
-        norm: Tensor = torch_clip_grad_norm_(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
-        return norm
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, GeneratorType):
         warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
-    given, clipped = _numbers(norm_type, max_norm), None
-    order, limit = given or (0.0, 0.0)
-    finder, found = (None, None) if given is None else _found(listed)
-    dtype = None if found is None or (order == math.inf and _refuses(listed)) else found.dtype
-    if finder is not None and found is not None and dtype is not None:
+    order, limit = _numbers(norm_type, max_norm)
+    clipped: Tensor | None = None
+    known = _known(listed, order)
+    if known is not None:
+        finder, found, dtype = known
+        decides = _if_finite(limit, order, dtype) if error_if_nonfinite else limit
         try:
-            if error_if_nonfinite:
-                clipped = _clipped_if_finite(found, dtype, order, limit)
-            else:
-                norm = finder.norm([found], [Turn()], _USES, _CLIP, limit, order, None)
-                clipped = norm if dtype in _WIDE else norm.to(dtype)
+            norm = finder.norm([found], [Turn()], _USES, _CLIP, decides, order, None)
+            clipped = norm if norm.dtype is dtype else norm.to(dtype)
         except RuntimeError:
             if error_if_nonfinite or not is_capturing():
                 raise
     if clipped is None:
         clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-    if on_clip is not None:
+    if on_clip is not None and not torch.compiler.is_compiling():
         on_clip(listed, max_norm)
     return clipped
 
@@ -120,22 +111,16 @@ def get_total_norm(
         RuntimeError: As `clip_grad_norm_`.
     """
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = _numbers(norm_type)
-    order = 0.0 if given is None else given[0]
-    if not torch.compiler.is_compiling():
-        kernels = backends.choose().kernels_for(listed[0].device) if listed else TORCH_OPS
-        are_known = given is not None and kernels is not TORCH_OPS
-        if are_known and not (order == math.inf and _refuse_largest(listed)):
-            grads = core.list_of(listed, listed[0].device)
-            if grads is not None:
-                wide = grads.has_float64 or dtype is torch.float64
-                sums = allocate(torch.empty, 2, dtype=torch.float64, device=grads.device)
-                kernels.run(grads, Pass(False, Factor.NONE, sums=sums))
-                clip = _clip_of(kernels, sums, math.inf, order, _WIDE[wide])
-                norm = clip.norm.to(dtype or grads.dtype)
-                if error_if_nonfinite:
-                    torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
-                return norm
+    order, _ = _numbers(norm_type)
+    known = _known(listed, order, are_params=False)
+    # The kernels round the norm of 16-bit values to float32.
+    if known is not None and dtype in (None, torch.float32, known[2]):
+        finder, found, given = known
+        norm = finder.norm([found], [Turn()], _USES, Aim.MEASURE, math.inf, order, None)
+        norm = norm.to(dtype or given)
+        if error_if_nonfinite:
+            torch_get_total_norm([norm], norm_type, error_if_nonfinite=True)
+        return norm
     if dtype is not None:
         complex_dtype = torch.promote_types(dtype, torch.complex32)
         listed = [t.to(complex_dtype if t.is_complex() else dtype) for t in listed]
@@ -163,23 +148,20 @@ def clip_grads_with_norm_(
     Raises:
         RuntimeError: As torch's.
     """
-    if torch.compiler.is_compiling():
-        torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-        return
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    given = _numbers(2.0, max_norm)
+    order, limit = _numbers(2.0, max_norm)
     is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
     is_plain = is_plain and total_norm.is_floating_point()
-    is_known = given is not None and is_plain
-    _, found = _found(listed) if is_known else (None, None)
-    if given is None or found is None or found.dtype is None:
+    known = _known(listed, order) if is_plain else None
+    if known is None:
         torch_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
     else:
+        _, found, _ = known
         [device] = found.devices
         norm = moved(total_norm.detach(), device).to(widest(device))
-        clip = Clip(norm.repeat(1, 2), given[1], True, torch.empty_like(norm))
+        clip = Clip(norm.repeat(1, 2), limit, True, torch.empty_like(norm))
         found.run(Pass(True, Factor.NONE, clip=clip), None, None, False)
-    if on_clip is not None:
+    if on_clip is not None and not torch.compiler.is_compiling():
         on_clip(listed, max_norm)
 
 
@@ -197,50 +179,46 @@ stand_in_get_total_norm = _stand_in(get_total_norm)
 stand_in_clip_grads_with_norm_ = _stand_in(clip_grads_with_norm_)
 
 
-def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | None:
-    """Order and limit, if the kernels know them; torch raises for others, in its order."""
+def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float]:
+    """Order and limit; an order of 0 for torch's function, which raises if one is no number."""
+    if torch.compiler.is_compiling():
+        return 0.0, 0.0
     try:
         order, limit = float(norm_type), float(max_norm)
     except Exception:  # whatever a value raises
+        return 0.0, 0.0
+    return (order if limit >= 0 else 0.0), limit
+
+
+def _known(
+    tensors: list[Tensor], order: float, are_params: bool = True
+) -> tuple[core.Finder, core.Found, torch.dtype] | None:
+    """The gradients, or those of parameters about to be written, if the kernels take their norm.
+
+    With what found them, and the dtype of torch's norm. None if torch's function takes it.
+    """
+    if order not in FUSED_ORDERS:
         return None
-    return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
-
-
-def _found(params: list[Tensor]) -> tuple[core.Finder, core.Found | None]:
-    """The gradients of parameters, about to be written; None if torch's function refuses them."""
     finder = backends.choose().finder
     try:
-        return finder, finder.find_in([{"params": params}], True, True)
+        if are_params:
+            found = finder.find_in([{"params": tensors}], True, True)
+        else:
+            found = finder.find_over(tensors, False)
     except (RuntimeError, AssertionError):
-        return finder, None
+        return None
+    dtype = found.dtype
+    # They lack the largest magnitude of no values, and of complex ones.
+    lacks_norm = order == math.inf and any(t.numel() == 0 or t.is_complex() for t in tensors)
+    return None if dtype is None or lacks_norm else (finder, found, dtype)
 
 
-def _clipped_if_finite(found: core.Found, dtype: torch.dtype, order: float, limit: float) -> Tensor:
-    """Norm of gradients, which are clipped; it raises before if it is inf or NaN."""
-    _, [sums] = found.run(Pass(False, Factor.NONE), None, None, True)
-    [device] = found.devices
-    kernels = backends.choose().kernels_for(device)
-    clip = _clip_of(kernels, sums, limit, order, _WIDE[dtype is torch.float64])
-    norm = clip.norm.to(dtype)
-    torch_get_total_norm([norm], order, error_if_nonfinite=True)
-    if limit != math.inf:
-        found.run(Pass(True, Factor.NONE, clip=clip), None, None, False)
-    return norm
+def _if_finite(limit: float, order: float, dtype: torch.dtype) -> Callable[..., None]:
+    """Decides a clip by a limit; raises, before it writes, if the norm is inf or NaN."""
 
+    def decide(clip: Clip, found_inf: Tensor | None) -> None:
+        torch_get_total_norm([clip.norm.to(dtype)], order, error_if_nonfinite=True)
+        kernels = backends.choose().kernels_for(clip.norm.device)
+        kernels.clip(clip.replaced(max_norm=limit))
 
-def _refuses(params: list[Tensor]) -> bool:
-    return _refuse_largest([param.grad for param in params if param.grad is not None])
-
-
-def _refuse_largest(grads: list[Tensor]) -> bool:
-    """Whether the kernels lack a norm: the largest of no values, or of complex ones."""
-    return any(grad.numel() == 0 or grad.is_complex() for grad in grads)
-
-
-def _clip_of(
-    kernels: Kernels, sums: Tensor, limit: float, order: float, dtype: torch.dtype
-) -> Clip:
-    norm = allocate(torch.empty, (), dtype=dtype, device=sums.device)
-    clip = Clip(sums.reshape(1, 2), limit, order == math.inf, norm)
-    kernels.clip(clip)
-    return clip
+    return decide
