@@ -44,7 +44,7 @@ class Layout:
     Attributes:
         mesh: The mesh.
         unreplicated: Mesh dimensions along which the ranks' local tensors differ.
-        sharded: Those dimensions along which the ranks hold different elements; also those of
+        sharded: Those dimensions along which the ranks hold different elements, which is assumed of
             placements that torch does not know.
     """
 

@@ -193,9 +193,9 @@ def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float]:
 def _known(
     tensors: list[Tensor], order: float, are_params: bool = True
 ) -> tuple[core.Finder, core.Found, torch.dtype] | None:
-    """The gradients, or those of parameters about to be written, if the kernels take their norm.
+    """Finds tensors, or gradients of parameters about to be written, if kernels take their norm.
 
-    With what found them, and the dtype of torch's norm. None if torch's function takes it.
+    With the finder, and the dtype of torch's norm. None if torch's function takes it.
     """
     if order not in FUSED_ORDERS:
         return None
