@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -87,8 +87,6 @@ def flag_unchecked(optimizer: Any, device: torch.device, is_guard: bool) -> Tens
 def why_unchecked(optimizer: torch.optim.Optimizer) -> str:
     """Returns the reason why none of an optimizer's gradients was checked."""
     params = list(_params_of([optimizer]))
-    if not params:
-        return "The optimizer has no parameters."
     if not has_gradients(optimizer):
         frozen = sum(not param.requires_grad for param in params)
         return (
@@ -135,8 +133,6 @@ def explain(error: AttributeError, given: object, *needed: str) -> None:
 
 _FLAG = "_step_supports_amp_scaling"
 
-_warned: set[tuple[Any, ...]] = set()
-
 
 def can_defer(optimizer: Any, records: Records, overridden: bool) -> bool:
     """Whether an optimizer can clip in its step; raises ValueError if it cannot even unscale."""
@@ -173,16 +169,13 @@ def decide_division(optimizer: Any, record: Record, claim: list[Any]) -> bool:
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
     host skips its step. `core.divides` asks once for a claim, the list of what may decide it, and
-    the record keeps the answer.
+    the record keeps the answer, unless a capture keeps kernels from being tried.
     """
-    kind = type(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return getattr(kind, _FLAG, None) is True
-    divides, is_final = False, True
-    if getattr(kind, _FLAG, None) is True or _is_made_by_torch(optimizer):
-        divides, is_final = _divides_rightly(optimizer)
-    if is_final:
-        record.divides = claim, divides
+    divides = getattr(type(optimizer), _FLAG, None) is True
+    if isinstance(optimizer, torch.optim.Optimizer):
+        divides = (divides or _is_made_by_torch(optimizer)) and _divides_rightly(optimizer)
+        if not is_capturing():
+            record.divides = claim, divides
     return divides
 
 
@@ -194,10 +187,11 @@ def _is_made_by_torch(optimizer: Any) -> bool:
     return own.get("_zero_grad_profile_name") == name and getattr(kind.step, "hooked", False)
 
 
-def _divides_rightly(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
-    """Whether an optimizer that says that it divides does so, and whether that is settled.
+def _divides_rightly(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer that says that it divides does so.
 
-    Another optimizer's word is taken; torch's fused kernels, if it has these, are tried.
+    Another optimizer's word is taken; torch's fused kernels, if it has these, are tried, or taken
+    for right in a capture.
     """
     has_masters, kind = False, type(optimizer)
     if isinstance(optimizer, MasterWeights):
@@ -205,33 +199,26 @@ def _divides_rightly(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
     torchs, groups = torchs_class(kind), optimizer.param_groups
     is_option = torchs is not None or getattr(optimizer, "defaults", {}).get("fused")
     if is_option and not all(group.get("fused") for group in groups):
-        return False, True  # as after loading a checkpoint of a plain one
+        return False  # as after loading a checkpoint of a plain one
     if torchs is None:
-        return True, True
+        return True
     devices: dict[tuple[torch.dtype, str], torch.device] = {}
     for param in chain.from_iterable(group["params"] for group in groups):
         dtype = torch.float32 if has_masters and param.dtype.itemsize == 2 else param.dtype
         is_trained = param.requires_grad or param.grad is not None
         if is_trained and dtype.is_floating_point and param.device.type != "meta":
             devices[dtype, param.device.type] = param.device
-    is_right = is_final = True
+    is_right = True
     for (dtype, device_type), device in devices.items():
-        if is_capturing() and not is_tried(torchs, dtype, device):
-            is_final = False  # taken for right until it can be tried
-            continue
-        try:
-            fault = fault_of(torchs, dtype, device)
-        except Exception as error:
-            fault = f"could not be tried ({error!r})"
-        is_right = is_right and fault is None
-        if fault is not None and (torchs, dtype, device_type) not in _warned:
-            _warned.add((torchs, dtype, device_type))
+        fault = fault_of(torchs, dtype, device)
+        if fault is not None:
+            is_right = False
             warn_caller(
                 f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
                 "trial has found: the scaler unscales and skips by itself, as for an optimizer "
                 "that is not fused. Make the optimizer with fused=False"
             )
-    return is_right, is_final
+    return is_right
 
 
 # torch's fused operators as they are now, since others may replace them.
@@ -260,7 +247,8 @@ def fault_of(
     """Tries the fused implementation of an optimizer of torch, once for a dtype and device type.
 
     With `grad_scale` 2 it must do what the unfused one does with halved gradients, up to rounding,
-    and with `found_inf` 1 nothing. No hook or mode of the caller sees it; the host waits for it.
+    and with `found_inf` 1 nothing. No hook or mode of the caller sees it; the host waits for it. In
+    a capture, where nothing can be tried, what was not tried before is taken for right.
 
     Args:
         kind: A class of `torch.optim`.
@@ -269,36 +257,23 @@ def fault_of(
 
     Returns:
         What is wrong, as a part of a sentence, or None.
-
-    Raises:
-        Exception: What torch raises where the implementation does not take such parameters.
     """
-    key = _key(kind, dtype, device)
-    if key not in _faults:
-        with _unseen():
-            found = [_try(kind, dtype, device, each) for each in _OPTIONS.get(kind.__name__, [{}])]
+    key = kind, dtype, device.type, operators(torch)
+    if key not in _faults and not is_capturing():
+        options = _OPTIONS.get(kind.__name__, [{}])
+        try:
+            # First, since the others are functions that a mode sees.
+            with (
+                torch._C.DisableTorchFunction(),
+                _disable_current_modes(),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                found = [_try(kind, dtype, device, each) for each in options]
+        except Exception as error:  # not kept: memory may be short
+            return f"could not be tried ({error!r})"
         _faults[key] = next(filter(None, found), None)
-    return _faults[key]
-
-
-def is_tried(kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `fault_of` knows its answer without a trial."""
-    return _key(kind, dtype, device) in _faults
-
-
-def _key(
-    kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device
-) -> tuple[Any, ...]:
-    return kind, dtype, device.type, operators(torch)
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Keeps the caller's modes, such as one that counts operators, from what runs inside."""
-    functions = torch._C.DisableTorchFunction()
-    # First, since the others are functions that a mode sees.
-    with functions, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
+    return _faults.get(key)
 
 
 def _try(

@@ -89,41 +89,31 @@ def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
+    """Refuses parameters whose kernels fail a trial, or would misread memory."""
     for number, param in enumerate(group["params"]):
-        state = optimizer.state.get(param)
+        state = optimizer.state.get(param, {})
         # A parameter without a step may have any dtype, as in a quantised model.
         if not state and not param.requires_grad and param.grad is None:
             continue
         where = f"parameter {number} of group {index}"
         if "param_names" in group:
             where += f" ({group['param_names'][number]})"
-        _require_kernels(type(optimizer), param, where)
+        if fault := fault_of(type(optimizer), param.dtype, param.device):
+            raise ValueError(
+                f"torch's fused {type(optimizer).__name__} cannot step {where}, a {param.dtype} on "
+                f"{param.device}: it {fault}, as a trial has found: keep the optimizer, which "
+                "GradScaler steps with one host sync"
+            )
         if type(param) in _PLAIN:  # a subclass defines its own layout
-            tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
+            tensors = {f"the {key!r}": state.get(key) for key in _ELEMENTWISE_STATE}
             _require_same_memory(param, {"the gradient": param.grad, **tensors}, where)
-
-
-def _require_kernels(kind: type[torch.optim.Optimizer], param: Tensor, where: str) -> None:
-    """Refuses dtypes and devices whose kernels fail a trial, as they differ by torch's version."""
-    what = f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype} on {param.device}"
-    try:
-        fault = fault_of(kind, param.dtype, param.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}") from error
-    if fault is not None:
-        raise ValueError(
-            f"{what}: it {fault}, as a trial has found: keep the optimizer, which GradScaler steps "
-            "with one host sync"
-        )
 
 
 def _require_same_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
     """Refuses layouts that fused kernels, which index memory linearly, would misread."""
-    look, strides = _look(param), None
-    if param.layout is torch.strided:
-        # empty_like preserves strides only of dense tensors without overlap.
-        strides = torch.empty_like(param, device="meta").stride()
-    if strides is None or strides != param.stride():
+    look, is_strided = _look(param), param.layout is torch.strided
+    # empty_like preserves strides only of dense tensors without overlap.
+    if not is_strided or torch.empty_like(param, device="meta").stride() != param.stride():
         raise ValueError(
             f"{where} is {look}: its elements overlap or leave gaps, and torch's fused kernels "
             "need dense tensors"

@@ -233,12 +233,12 @@ def test_a_kernel_that_ignores_what_it_is_told(
 
 
 def test_a_wrong_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By class, dtype and type of device; no other test steps a wrong one of float64."""
+    """By the line of the program, as Python has it."""
     words, name = "does not skip where found_inf is 1", KERNELS[torch.optim.Adam]
     monkeypatch.setattr(torch, name, FAULTS[words](getattr(torch, name)))
     scaler = ampfast.GradScaler("cpu")
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         for _ in range(2):
             param = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
             optimizer = torch.optim.Adam([param], fused=True)
