@@ -37,7 +37,6 @@ _lock = threading.RLock()
 class _Swap:
     """State of one `patch()`, for `unpatch()`."""
 
-    derived_before: list[type]
     torchs: dict[Any, Any] = field(default_factory=dict)  # by stand-in
     replaced: list[str] = field(default_factory=list)
 
@@ -53,11 +52,9 @@ class Patch:
 
     Attributes:
         replaced: Names of ampfast's class or functions now, as "module.name".
-        derived_before: Subclasses defined before the patch, which still run torch's code.
     """
 
     replaced: list[str]
-    derived_before: list[type]
     _ends: _Swap | None = field(repr=False)
 
     def __enter__(self) -> Patch:
@@ -107,14 +104,14 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
         began = _swap is None
         if _swap is None:
             # Set first, so that unpatch() can undo an interrupted walk.
-            _swap = _Swap(list(_derived_before(stand_ins)))
+            _swap = _Swap()
             _replace(_swap, stand_ins)
         if clip_grad_norm and torch_functions.stand_in_clip_grad_norm_ not in _swap.torchs:
             theirs = {name: getattr(torch_functions, f"torch_{name}") for name in _CLIP_NAMES}
             ours = (getattr(torch_functions, f"stand_in_{name}") for name in _CLIP_NAMES)
             _replace(_swap, dict(zip(theirs.values(), ours, strict=True)))
             loop_checks.start(grad_scaler.GradScaler)
-        return Patch(_swap.replaced, _swap.derived_before, _swap if began else None)
+        return Patch(_swap.replaced, _swap if began else None)
 
 
 def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
@@ -208,14 +205,11 @@ def _reduce_stand_in(cls: type) -> Any:
 copyreg.pickle(_StandIn, _reduce_stand_in)
 
 
-def _is_ampfast(module: str) -> bool:
-    return module.partition(".")[0] == "ampfast"
-
-
 def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
     """Namespaces of the loaded modules, read without running code of a lazy or disguised module."""
     for name, module in sys.modules.copy().items():
-        if issubclass(type(module), ModuleType) and not _is_ampfast(name):
+        is_ampfast = name.partition(".")[0] == "ampfast"
+        if issubclass(type(module), ModuleType) and not is_ampfast:
             yield name, vars(ModuleType)["__dict__"].__get__(module)
 
 
@@ -223,15 +217,3 @@ def _names_of(named: Iterable[Any], namespace: dict[str, Any]) -> list[tuple[str
     # Identity is compared, since a module may hold values that refuse to be compared or hashed.
     wanted = set(map(id, named))
     return [(name, value) for name, value in namespace.copy().items() if id(value) in wanted]
-
-
-def _derived_before(torch_classes: Iterable[type]) -> Iterator[type]:
-    """Subclasses of torch's classes, each once, if they do not derive from ampfast's."""
-    bases = list(torch_classes)
-    for base in bases:
-        subclasses: list[type] = type.__subclasses__(base)
-        for cls in subclasses:
-            is_ours = any(_is_ampfast(base.__module__) for base in cls.__mro__)
-            if not (cls in bases or is_ours):
-                bases.append(cls)
-                yield cls

@@ -88,29 +88,6 @@ def test_blocks_and_calls(calls: str, expected: str) -> None:
     assert seen == expected
 
 
-def test_classes_derived_before_are_listed_once(module: Callable[..., ModuleType]) -> None:
-    code = """
-        import ampfast, torch
-        class Mine(torch.amp.GradScaler): pass
-        class Cuda(torch.cuda.amp.GradScaler): pass
-        class Both(Mine, Cuda): pass
-        class Ours(ampfast.GradScaler): pass
-        class Mixed(Ours, Mine): pass
-    """
-    user = module("user", code)
-    with ampfast.patch() as patch:
-        derived = patch.derived_before
-        assert {user.Mine, user.Cuda, user.Both} <= set(derived)
-        assert len(set(derived)) == len(derived)
-        assert not {user.Ours, user.Mixed, *TORCH.values()} & set(derived)
-        assert not any(cls.__module__.startswith("ampfast") for cls in derived)
-        late = type("Late", (torch.cuda.amp.GradScaler,), {})
-        assert repr(patch).startswith("Patch(replaced=[")
-        for part in ("'torch.amp.GradScaler'", "user.Mine", ".ShardedGradScaler'"):
-            assert part in repr(patch)
-    assert late not in ampfast.patch().derived_before
-
-
 # Stand-in classes behind torch's names while patched: instances, comparisons and pickles
 
 
