@@ -34,17 +34,6 @@ _lock = threading.RLock()
 
 
 @dataclass(eq=False)
-class _Swap:
-    """State of one `patch()`, for `unpatch()`."""
-
-    torchs: dict[Any, Any] = field(default_factory=dict)  # by stand-in
-    replaced: list[str] = field(default_factory=list)
-
-
-_swap: _Swap | None = None
-
-
-@dataclass(eq=False)
 class Patch:
     """Result of `patch()`; as a context manager, it calls `unpatch()` at the end of the block.
 
@@ -54,16 +43,21 @@ class Patch:
         replaced: Names of ampfast's class or functions now, as "module.name".
     """
 
-    replaced: list[str]
-    _ends: _Swap | None = field(repr=False)
+    replaced: list[str] = field(default_factory=list)
+    # torch's classes and functions by stand-in, for `unpatch()`.
+    _torchs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> Patch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         with _lock:
-            if self._ends is not None and self._ends is _swap:
+            if self is _current:
                 unpatch()
+
+
+# The first call's result, while patched.
+_current: Patch | None = None
 
 
 def patch(*, clip_grad_norm: bool = False) -> Patch:
@@ -99,30 +93,30 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
     # This comes before the names change, else FSDP's class would derive from ours; outside the
     # lock, since an import of a module that calls patch() holds that module's lock.
     stand_ins = {ours._stands_for: ours for ours in map(_stand_in, _MODULES)}
-    global _swap
+    global _current
     with _lock:
-        began = _swap is None
-        if _swap is None:
+        result = Patch() if _current is None else Patch(_current.replaced)
+        if _current is None:
             # Set first, so that unpatch() can undo an interrupted walk.
-            _swap = _Swap()
-            _replace(_swap, stand_ins)
-        if clip_grad_norm and torch_functions.stand_in_clip_grad_norm_ not in _swap.torchs:
+            _current = result
+            _replace(_current, stand_ins)
+        if clip_grad_norm and torch_functions.stand_in_clip_grad_norm_ not in _current._torchs:
             theirs = {name: getattr(torch_functions, f"torch_{name}") for name in _CLIP_NAMES}
             ours = (getattr(torch_functions, f"stand_in_{name}") for name in _CLIP_NAMES)
-            _replace(_swap, dict(zip(theirs.values(), ours, strict=True)))
+            _replace(_current, dict(zip(theirs.values(), ours, strict=True)))
             loop_checks.start(grad_scaler.GradScaler)
-        return Patch(_swap.replaced, _swap if began else None)
+        return result
 
 
-def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
+def _replace(patch: Patch, stand_ins: dict[Any, Any]) -> None:
     """Replaces torch's classes or functions by stand-ins."""
-    swap.torchs.update((ours, torchs) for torchs, ours in stand_ins.items())
+    patch._torchs.update((ours, torchs) for torchs, ours in stand_ins.items())
     for module, namespace in _namespaces():
         for name, torchs in _names_of(stand_ins, namespace):
             # torch's clip_grad_norm_ calls its parts by private names.
             if module != _CLIP_MODULE or not name.startswith("_"):
                 namespace[name] = stand_ins[torchs]
-                swap.replaced.append(f"{module}.{name}")
+                patch.replaced.append(f"{module}.{name}")
 
 
 def unpatch() -> None:
@@ -131,16 +125,16 @@ def unpatch() -> None:
     Names bound to something else since, and scalers constructed while patched, are unchanged. No
     effect without a patch.
     """
-    global _swap
+    global _current
     with _lock:
-        swap = _swap
-        if swap is None:
+        if _current is None:
             return
+        torchs = _current._torchs
         for _, namespace in _namespaces():
-            for name, ours in _names_of(swap.torchs, namespace):
-                namespace[name] = swap.torchs[ours]
+            for name, ours in _names_of(torchs, namespace):
+                namespace[name] = torchs[ours]
         loop_checks.stop()
-        _swap = None
+        _current = None
 
 
 # Protocol's metaclass as base lets a class derive from torch.amp.GradScaler and from a protocol or
