@@ -5,7 +5,7 @@ import importlib
 import sys
 
 import ampfast
-from ampfast.cli.run import skip_limit
+from ampfast.errors import float_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,8 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     run = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
-        usage="python -m ampfast run [--guard] [--skip-above LIMIT] [--max-skips N] [--clip] "
-        "[--track overflow] [-m] SCRIPT [ARGS...]",
         description="Runs a script as python does, unedited. Wherever it "
         "makes torch's GradScaler, it gets ampfast's; with --guard, for bfloat16 and float32, bad "
         "steps of torch's optimizers are skipped. At the end a line tells the steps, the "
@@ -83,7 +81,6 @@ def main(arguments: list[str] | None = None) -> int:
         "compare",
         parents=[common],
         help="your training script with torch's scaler and with ampfast's, side by side",
-        usage="python -m ampfast compare [--steps N] [--json] [-m] SCRIPT [ARGS...]",
         description="Runs a script three times, unedited, each time in a process of its own: with "
         "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
         "repeats itself. Prints the times of the scalers, and whether losses, scales, skipped "
@@ -103,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         # They are one argument, since argparse would drop a -- after SCRIPT.
         command.add_argument(
             "program",
-            metavar="SCRIPT [ARGS...]",
+            metavar="SCRIPT",
             nargs=argparse.PARSER,
             help="path of your script, and its own arguments",
         )
@@ -126,14 +123,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _skip_limit(text: str) -> str:
+def _skip_limit(text: str) -> float | ampfast.Sigmas:
+    name, *numbers = text.split(":")
     try:
-        skip_limit(text)
+        if name == "sigmas" and len(numbers) in (1, 2):
+            return ampfast.Sigmas(float(numbers[0]), *map(int, numbers[1:]))
+        return float_of("skip_above", float(text), least=0)
     except (ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(
             f"must be a norm such as 20, or sigmas:6 or sigmas:6:64, got {text} ({error})"
         ) from None
-    return text
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 import os
 import runpy
 import sys
-from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,6 @@ import ampfast
 from ampfast import StepGuard
 from ampfast.cli.guarded_steps import GuardedSteps
 from ampfast.cli.scaler_clock import Record, ScalerClock, is_first_rank
-from ampfast.errors import float_of
 from ampfast.scaler import loop_checks
 
 # Scalers that are described.
@@ -24,10 +22,8 @@ _MOST = 4
 _NO_SCALER = (
     "the program used no gradient scaler in this process. bfloat16 and float32 need none: with "
     "`run --guard` steps with inf, NaN or a spike of the norm are skipped. float16 needs one: use "
-    "ampfast.GradScaler. (A process that it started by multiprocessing has ampfast's scaler, and "
-    "no line; other processes have torch's.)"
+    "ampfast.GradScaler. (Processes that it starts are not seen: torchrun starts ranks.)"
 )
-_FOR_SCALERS = "ampfast: without --guard, --skip-above is for gradient scalers, as of float16"
 _NO_STEP = "no step of a torch optimizer was guarded in this process"
 _NO_GUARD = "ampfast: --guard had no effect beside the program's own scaler, which decides"
 
@@ -38,57 +34,6 @@ _KINDS = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
 
 class _Ended(SystemExit):
     """Ends a program after the asked number of steps, as sys.exit() does: no Exception."""
-
-
-class _Patched:
-    """Patches the process that unpickles it, before that imports the program."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The other process cannot find ampfast yet: its path comes in the same pickle.
-        code = f"import sys; sys.path[:] = {sys.path!r}; import ampfast.cli.run as _run; "
-        given = json.dumps(self.arguments)  # as repr(inf) is no Python
-        return exec, (f"{code}_run.patch_with_children(*_run.json.loads({given!r}))", {})
-
-
-def patch_with_children(
-    clip: bool, guard: bool, given: dict[str, Any], clock: ScalerClock | None = None
-) -> None:
-    """Calls `patch()` here, and in the processes that multiprocessing spawns from here.
-
-    Args:
-        clip: Whether torch's `clip_grad_norm_` is replaced, too.
-        guard: Whether the steps of optimizers are guarded.
-        given: Arguments of `GradScaler` that scalers get by default, `skip_above` as text.
-        clock: What watches the scalers of this process; None for one of its own.
-    """
-    ampfast.patch(clip_grad_norm=clip)
-    arguments, limit = {**given}, given.get("skip_above")
-    arguments["skip_above"] = None if limit is None else skip_limit(limit)
-    if guard:
-        clock = clock or ScalerClock(*_KINDS, keeps_values=False, ended=lambda _: None)
-        GuardedSteps(clock, arguments)
-    defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
-    defaults.update(arguments)
-    prepared, ours = spawn.get_preparation_data, _Patched(clip, guard, given)
-    spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": ours}
-
-
-def skip_limit(text: str) -> float | ampfast.Sigmas:
-    """Returns the limit that an option names: a norm, sigmas:6 or sigmas:6:64, with the window.
-
-    Args:
-        text: Value of the option.
-
-    Raises:
-        ValueError: If it is neither, or out of range.
-    """
-    name, *numbers = text.split(":")
-    if name == "sigmas" and len(numbers) in (1, 2):
-        return ampfast.Sigmas(float(numbers[0]), *map(int, numbers[1:]))
-    return float_of("skip_above", float(text), least=0)
 
 
 def run(
@@ -141,11 +86,13 @@ def run(
 
     clock = ScalerClock(*_KINDS, keeps_values=record is not None, ended=ended)
     if not keep_torch:
-        patch_with_children(clip, guard, given, clock)
+        ampfast.patch(clip_grad_norm=clip)
+        if guard:
+            GuardedSteps(clock, given)
+        defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
+        defaults.update(given)
         if record is None:  # what is compared has no other cost
             loop_checks.start(ampfast.GradScaler, is_whole=True)
-        if not guard and given.get("skip_above") is not None and is_first_rank():
-            print(_FOR_SCALERS, file=sys.stderr)
     # The first one registered runs last, after a traceback.
     atexit.register(finish)
     sys.argv = [program, *arguments]
