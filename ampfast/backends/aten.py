@@ -135,27 +135,29 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         return found_inf
     if work.write:
         require_unscalable(grads)
-    observes = sums is not None or work.marks is not None
-    measures = observes or (factor is not None and _may_overflow(factor, divides))
     squares, peaks = [], []
     for group in grads.groups:
         # Norms come before the write, for products that are not rounded to 16 bits.
         norms = group.norms(2.0) if sums is not None else []
-        _check_or_write_(group, work, factor, found_inf, measures)
-        used = _peaks(group, work, factor) if measures else []
+        if work.write:
+            by = _one(grads.device) if factor is None else factor
+            _check_and_unscale_(group.tensors, found_inf, by)
+        elif sums is None:  # a clip measures what it may yet write, which was refused nothing
+            _require_unscalable(group, found_inf)
+        used = _peaks(group, work, factor)
         if used:
             # torch's op checks values before it multiplies them: a product may have overflowed.
-            by = _one(grads.device) if observes or factor is None else factor
+            is_kept = sums is not None or work.marks is not None
+            by = _one(grads.device) if is_kept or factor is None else factor
             _check_and_unscale_(used, found_inf, by)
+            if work.marks is not None and work.now is not None:
+                mark_(work.marks, work.now, group.numbers, used[0])
         if norms:
             peaks += used
             squares.append(torch.stack(norms))
             if factor is not None:
-                by = factor.to(squares[-1].dtype).reciprocal() if divides else factor
-                squares[-1] = _times(squares[-1], by, used[0])
-        if work.marks is not None:
-            _count_group_(group, work, factor, used)
-            if norms:
+                squares[-1] = _product(squares[-1], factor, divides)
+            if work.marks is not None:
                 table = _by_parameter(work.marks, group.numbers, squares[-1].square())
                 squares_in(work.marks).add_(table)
     if sums is not None:
@@ -173,23 +175,6 @@ def _factor_of(work: Pass) -> Tensor | None:
     return inverse(work.factor) if work.how == Factor.TIMES_RECIPROCAL else work.factor
 
 
-def _check_or_write_(
-    group: _Group, work: Pass, factor: Tensor | None, found_inf: Tensor, measures: bool
-) -> None:
-    """Unscales a group by torch's op, or checks it where its largest magnitudes do not.
-
-    A clip measures what it may yet write, which was refused nothing.
-    """
-    clips = work.sums is not None and not work.write
-    if work.write:
-        by = _one(found_inf.device) if factor is None else factor
-        _check_and_unscale_(group.tensors, found_inf, by)
-    elif measures and group.is_usual and not clips:
-        _require_op(found_inf.device, group.tensors[0].dtype)
-    elif not clips:
-        _check_and_unscale_(group.tensors, found_inf, _one(found_inf.device))
-
-
 def _peaks(group: _Group, work: Pass, factor: Tensor | None) -> list[Tensor]:
     """Largest magnitude of each gradient as it is used, in one tensor, or as they were written.
 
@@ -198,23 +183,11 @@ def _peaks(group: _Group, work: Pass, factor: Tensor | None) -> list[Tensor]:
     first, observes = group.tensors[0], work.sums is not None or work.marks is not None
     if not (group.is_usual or work.sums is not None or type(first) is Tensor):
         return []
-    used = group.norms(torch.inf)
-    if used and (observes or not work.write):
+    peaks = group.norms(torch.inf)
+    if peaks and (observes or not work.write):
         by = None if work.write else factor
-        used = [_used(torch.stack(used), first.dtype, by, work.how == Factor.DIVIDE)]
-    return used
-
-
-def _may_overflow(factor: Tensor, divides: bool) -> bool:
-    """Whether finite values may be infinite as they are used.
-
-    On a CPU the factor shows it, at no cost. On other devices a read of the values does; a check
-    uses this read instead of torch's op, which writes.
-    """
-    if not _is_on_host(factor):
-        return True
-    number = abs(factor.item())
-    return not (number >= 1 if divides else number <= 1)
+        peaks = [_used(torch.stack(peaks), first.dtype, by, work.how == Factor.DIVIDE)]
+    return peaks
 
 
 def _one(device: torch.device) -> Tensor:
@@ -231,34 +204,10 @@ def _used(peaks: Tensor, dtype: torch.dtype, factor: Tensor | None, divides: boo
     Products are rounded as when they are written; fused optimizers divide in float32.
     """
     dtype = dtype.to_real()
-    opmath = torch.promote_types(dtype, torch.float32)
-    values = peaks.to(dtype).to(opmath)
     if factor is None:
-        return values
-    by = factor.reshape(()).to(opmath)
-    return values / by if divides else (values * by).abs().to(dtype).to(opmath)
-
-
-def _times(norms: Tensor, factor: Tensor, peaks: Tensor) -> Tensor:
-    """Norms times an inverse scale; of an infinite scale, the largest magnitudes as they are used.
-
-    An overflowed norm times 0 would be NaN.
-    """
-    by = factor.reshape(())
-    return torch.where(by == 0, peaks.to(norms.dtype), norms * by)
-
-
-def _count_group_(group: _Group, work: Pass, factor: Tensor | None, peaks: list[Tensor]) -> None:
-    """Counts overflows of the parameters of a group; of a single gradient those on this rank."""
-    if not group.is_usual:
-        local = local_of(group.tensors[0])
-        by = None if work.write else factor
-        peaks = []
-        if type(local) is Tensor and local.numel():
-            peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
-            peaks = [_used(peak, local.dtype, by, work.how == Factor.DIVIDE)]
-    if peaks and work.marks is not None and work.now is not None:
-        mark_(work.marks, work.now, group.numbers, peaks[0])
+        return peaks.to(dtype).to(torch.promote_types(dtype, torch.float32))
+    used = _product(peaks.to(dtype), factor, divides)
+    return used if divides else used.abs().to(dtype).to(used.dtype)
 
 
 def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) -> None:
@@ -437,15 +386,21 @@ def set_divisor(divisor: Tensor, scale: Tensor, coefficient: Tensor) -> None:
     divisor.copy_(scale.detach().reshape(()) / moved(coefficient, scale.device))
 
 
+@torch.no_grad()
 def require_unscalable(grads: TensorList) -> None:
     """Raises torch's error for the first gradient that its op refuses; no value changes."""
     for group in grads.groups:
-        if group.is_usual:
-            _require_op(grads.device, group.tensors[0].dtype)
-            continue
-        with torch.no_grad():
-            one = _one(grads.device)
-            _check_and_unscale_(group.tensors, torch.zeros_like(one), one)
+        _require_unscalable(group, None)
+
+
+def _require_unscalable(group: _Group, found_inf: Tensor | None) -> None:
+    """The same for a group, which is checked if it is a single gradient."""
+    device = group.tensors[0].device
+    if group.is_usual:
+        _require_op(device, group.tensors[0].dtype)
+    else:
+        flag = new_flag(device) if found_inf is None else found_inf
+        _check_and_unscale_(group.tensors, flag, _one(device))
 
 
 @cache
@@ -587,5 +542,5 @@ def local_of(tensor: Tensor) -> Tensor:
 def _product(grad: Tensor, factor: Tensor, divides: bool = False) -> Tensor:
     """Products or quotients in opmath, before they are rounded to their dtype."""
     opmath = torch.promote_types(grad.dtype, torch.float32)
-    values, by = grad.detach().to(opmath), factor.reshape(()).to(opmath)
+    values, by = grad.to(opmath), factor.reshape(()).to(opmath)
     return values / by if divides else values * by
