@@ -135,20 +135,21 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         return found_inf
     if work.write:
         require_unscalable(grads)
+    observes = sums is not None or work.marks is not None
+    measures = observes or (factor is not None and _may_overflow(factor, divides))
     squares, peaks = [], []
     for group in grads.groups:
         # Norms come before the write, for products that are not rounded to 16 bits.
         norms = group.norms(2.0) if sums is not None else []
-        if work.write:
-            by = _one(grads.device) if factor is None else factor
+        if work.write or not measures:
+            by = factor if work.write and factor is not None else _one(grads.device)
             _check_and_unscale_(group.tensors, found_inf, by)
         elif sums is None:  # a clip measures what it may yet write, which was refused nothing
             _require_unscalable(group, found_inf)
-        used = _peaks(group, work, factor)
+        used = _peaks(group, work, factor) if measures else []
         if used:
             # torch's op checks values before it multiplies them: a product may have overflowed.
-            is_kept = sums is not None or work.marks is not None
-            by = _one(grads.device) if is_kept or factor is None else factor
+            by = _one(grads.device) if observes or factor is None else factor
             _check_and_unscale_(used, found_inf, by)
             if work.marks is not None and work.now is not None:
                 mark_(work.marks, work.now, group.numbers, used[0])
@@ -188,6 +189,18 @@ def _peaks(group: _Group, work: Pass, factor: Tensor | None) -> list[Tensor]:
         by = None if work.write else factor
         peaks = [_used(torch.stack(peaks), first.dtype, by, work.how == Factor.DIVIDE)]
     return peaks
+
+
+def _may_overflow(factor: Tensor, divides: bool) -> bool:
+    """Whether finite values may be infinite as they are used.
+
+    On a CPU, where norms take long, the factor shows it. On other devices a read of the values
+    does; a check uses this read instead of torch's op, which writes.
+    """
+    if not _is_on_host(factor):
+        return True
+    number = abs(factor.item())
+    return not (number >= 1 if divides else number <= 1)
 
 
 def _one(device: torch.device) -> Tensor:
@@ -287,11 +300,9 @@ def update(given: Update, limits: Any = None, may_spike: bool = False) -> bool:
         may_spike: Whether a flag may be that of a spike, as a norm was compared.
     """
     if _is_on_host(given.scale):
-        if compiled.update(given):
-            return True
-        # The core takes no tensors under a mode, which a state does not concern.
+        # The core takes no tensors under a mode, which an update does not concern.
         with _disable_current_modes():
-            if given.state is not None and compiled.update(given):
+            if compiled.update(given):
                 return True
     if given.state is not None and limits is None:
         return False
