@@ -167,7 +167,14 @@ def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
         return ["/O2", "/fp:strict", "/openmp"], []
     # Results must equal torch's bit for bit: no fast-math, no fused multiply-add; and one binary
     # must run everywhere: no -march=native.
-    compiling = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
+    compiling = [
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-g0",
+    ]
     compiling += ["-Wall", "-Wextra"]
     # As system folders, too, so that only warnings of our own sources show.
     for folder in include_dirs:

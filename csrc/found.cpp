@@ -131,7 +131,8 @@ at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& 
   if (pass.factor_copy.defined()) {
     *data_of<float>(pass.factor_copy, "factor_copy", at::kCPU) = work.factor;
   }
-  const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
+  const double peak = without_gil_if_long(list, [&] { return cpu::run(list, work); });
+  const bool found = !std::isfinite(peak);
   if (found || new_flag.is_same(flag)) {
     *written = found ? 1 : 0;
   }

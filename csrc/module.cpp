@@ -81,10 +81,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);
   m.def("norm_layout", &norm_layout);
-  m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);
-  m.def("set_grain", &cpu::set_grain);
 
   py::class_<GradList>(m, "GradList", made_here(), py::is_final())
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),

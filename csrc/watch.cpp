@@ -223,9 +223,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
     if (filling.way == Way::kCuda) {
       cuda::read_peak(list, words);
     } else {
-      cpu::Work work;
-      work.peak = words;
-      without_gil_if_long(list, [&] { return cpu::run(list, work); });
+      *words = without_gil_if_long(list, [&] { return cpu::run(list, {}); });
     }
     return result;
   }

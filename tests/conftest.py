@@ -73,14 +73,6 @@ def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_grain() -> Iterator[None]:
-    """Splits even small lists over several threads."""
-    before = _C.set_grain(32 * 1024)
-    yield
-    _C.set_grain(before)
-
-
-@pytest.fixture
 def few_chunks() -> Iterator[None]:
     """Chunks of several windows also in short lists, of kernels of devices."""
     _C.set_chunks(enough=2)
@@ -91,10 +83,9 @@ def few_chunks() -> Iterator[None]:
 @pytest.fixture(params=_C.cpu_capabilities())
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set that machine and binary share."""
-    before = _C.cpu_capability()
-    _C.set_cpu_capability(request.param)
+    _C.set_cpu_capability(_C.cpu_capabilities().index(request.param))
     yield request.param
-    _C.set_cpu_capability(before)
+    _C.set_cpu_capability(0)
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ try:
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
 _require_torch(_C.build_info()["torch"], torch.__version__)
-_C.cpu_capability()  # raises ValueError if AMPFAST_CPU_CAPABILITY names none
 
 compiled = _C
 

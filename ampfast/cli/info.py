@@ -57,7 +57,7 @@ def collect() -> dict[str, Any]:
         },
         "extension": {
             **core.build_info(),
-            "cpu_capability": core.cpu_capability(),
+            "cpu_capability": core.cpu_capabilities()[0],
             "cuda_kernels": "not built" if cuda.missing() else "built",
         },
         "devices": _devices(),

@@ -10,21 +10,19 @@
 namespace ampfast::cpu {
 
 struct Loops {
-  // The largest magnitude, as bits.
-  int64_t (*peak_bits)(const void* data, int64_t numel);
+  // The largest magnitude; NaN if there is one.
+  double (*peak)(const void* data, int64_t numel);
   // Multiplies in place by the inverse scale and, rounded to the dtype, by the coefficient. Returns
-  // the largest magnitude that was there before, as bits.
-  int64_t (*unscale)(void* data, int64_t numel, float inv_scale, double coefficient);
-  // The sum of squares of the unscaled values; raises `peak` to the largest magnitude, as bits.
-  double (*squares)(const void* data, int64_t numel, float inv_scale, int64_t* peak);
+  // the largest magnitude that was there before.
+  double (*unscale)(void* data, int64_t numel, float inv_scale, double coefficient);
+  // The sum of squares of the unscaled values; `peak` gets the largest magnitude.
+  double (*squares)(const void* data, int64_t numel, float inv_scale, double* peak);
 };
 
 const Loops& loops_for(Dtype dtype);
 
-// "avx512", "avx2" and "baseline", or "neon": what runs, what could, and a switch for tests.
-// Unknown names, also in AMPFAST_CPU_CAPABILITY, which is read first, throw std::invalid_argument.
-std::string capability();
+// The names of what this machine can run, the best first, and a switch for tests to another.
 std::vector<std::string> capabilities();
-void set_capability(const std::string& name);
+void set_capability(int64_t number);
 
 }  // namespace ampfast::cpu

@@ -18,18 +18,8 @@ namespace ampfast::cpu {
 
 namespace {
 
-// The least work for a thread, in bytes: waking one pays no sooner.
-std::atomic<int64_t> grain{1024 * 1024};
-
-// Pieces of a list for each thread: one that wakes late, as where every core is busy, delays the
-// others by no more than one.
-constexpr int64_t kPieces = 32;
-
-// The least elements that torch's ops give to a thread.
-constexpr int64_t kTorchGrain = 32 * 1024;
-
-// Between small tensors processors foresee no address.
-constexpr int64_t kSpansAhead = 8;
+// The least chunks for a thread: waking one pays no sooner.
+constexpr int64_t kGrain = 16;
 
 // A forked child has no threads of OpenMP, and waiting for them would not end.
 std::atomic<bool> forked{false};
@@ -44,104 +34,52 @@ bool shares_memory(const DtypeList& list) {
   for (const Span& span : list.spans) {
     ranges.emplace_back(span.address, span.address + span.numel * list.element_size());
   }
-  if (!std::is_sorted(ranges.begin(), ranges.end())) {
-    std::sort(ranges.begin(), ranges.end());
-  }
+  std::sort(ranges.begin(), ranges.end());
   const auto overlaps = [](const auto& a, const auto& b) { return a.second > b.first; };
   return std::adjacent_find(ranges.begin(), ranges.end(), overlaps) != ranges.end();
-}
-
-Reused<Span>::const_iterator span_of(const DtypeList& list, int64_t chunk) {
-  const auto is_before = [](int64_t number, const Span& span) { return number < span.first_chunk; };
-  return std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
-}
-
-// The thread whose cache may hold a chunk: torch's ops, which wrote it, give each an equal part of
-// a tensor.
-int64_t writer_of(const DtypeList& list, int64_t chunk) {
-  const Span& span = *span_of(list, chunk);
-  const int64_t parts =
-      std::min<int64_t>(at::get_num_threads(), at::divup(span.numel, kTorchGrain));
-  return (chunk - span.first_chunk) * kChunk / at::divup(span.numel, parts);
 }
 
 // Calls `body(address, numel, chunk)` for every chunk, from several threads if that pays.
 template <class Body>
 void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
-  const int64_t size = list.element_size();
   const auto take = [&](int64_t chunk, int64_t end) {
-    auto span = span_of(list, chunk);
+    const auto is_before = [](int64_t number, const Span& span) {
+      return number < span.first_chunk;
+    };
+    auto span = std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
     for (; chunk < end; ++span) {
-      if (list.spans.end() - span > kSpansAhead) {
-        prefetch(span[kSpansAhead].address, 1);
-      }
       int64_t offset = (chunk - span->first_chunk) * kChunk;
       for (; offset < span->numel && chunk < end; offset += kChunk) {
         const int64_t numel = std::min(kChunk, span->numel - offset);
-        body(span->address + offset * size, numel, chunk++);
+        body(span->address + offset * list.element_size(), numel, chunk++);
       }
     }
   };
-  const int64_t shares = list.elements * size / grain;
-  if (shares < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
+  if (list.elements < 2 * kGrain * kChunk || forked || (writes && shares_memory(list))) {
     take(0, list.chunks);
-    return;
+  } else {
+    at::parallel_for(0, list.chunks, kGrain, take);
   }
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), shares);
-  const int64_t piece = at::divup(list.chunks, threads * kPieces);
-  const int64_t pieces = at::divup(list.chunks, piece);
-  std::vector<std::atomic<bool>> taken(pieces);
-  const auto take_once = [&](int64_t i) {
-    if (!taken[i].exchange(true)) {
-      take(i * piece, std::min((i + 1) * piece, list.chunks));
-    }
-  };
-  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t /*last*/) {
-    for (int64_t i = 0; i < pieces; ++i) {
-      if (writer_of(list, i * piece) == thread) {
-        take_once(i);
-      }
-    }
-    for (int64_t i = pieces; i-- > 0;) {
-      take_once(i);
-    }
-  });
 }
 
-// A value of 16 bits as it is used.
-template <class Half>
-float used_half(int64_t bits, Factor how, float factor) {
-  const Half half(static_cast<uint16_t>(bits), Half::from_bits());
-  const float value = used_value(static_cast<float>(half), how, factor);
-  return how == Factor::kTimes ? static_cast<float>(Half(value)) : value;
-}
-
-// The magnitude `bits` as it is used: rounded to the dtype that is written, as fused optimizers see
-// it otherwise. Rounding is monotone, so the largest magnitude tells of all.
-double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) {
-  if (bits == 0 && how != Factor::kNone) {
+// The largest magnitude as it is used: rounded to the dtype that is written, as fused optimizers
+// see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
+double used_peak(const DtypeList& list, double peak, Factor how, float factor) {
+  if (peak == 0 && how != Factor::kNone) {
     // An infinite factor makes zeros NaN and others infinite: a tensor counts as infinite,
     // whichever of them it has.
     const float used = used_value(0.0f, how, factor);
     return std::isnan(used) && !std::isnan(factor) ? INFINITY : used;
   }
-  const Dtype dtype = dtype_of(list.dtype);
-  if (dtype == Dtype::kFloat64) {
-    return used_value(bits_as<double>(bits), how, factor);
+  if (list.dtype == at::kDouble) {
+    return used_value(peak, how, factor);
   }
-  if (dtype == Dtype::kFloat32) {
-    return used_value(bits_as<float>(static_cast<uint32_t>(bits)), how, factor);
+  const float used = used_value(static_cast<float>(peak), how, factor);
+  if (how == Factor::kTimes && list.dtype != at::kFloat) {
+    return list.dtype == at::kHalf ? static_cast<float>(at::Half(used))
+                                   : static_cast<float>(at::BFloat16(used));
   }
-  static_assert(kDtypeCount == 4);
-  return dtype == Dtype::kFloat16 ? used_half<at::Half>(bits, how, factor)
-                                  : used_half<at::BFloat16>(bits, how, factor);
-}
-
-// Rarely writes: most chunks do not raise it.
-void raise(std::atomic<int64_t>& peak, int64_t bits) {
-  int64_t seen = peak.load(std::memory_order_relaxed);
-  while (seen < bits && !peak.compare_exchange_weak(seen, bits, std::memory_order_relaxed)) {
-  }
+  return used;
 }
 
 void require_rows(const GradList& grads, const Rows& rows) {
@@ -159,42 +97,34 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
   last = step;
 }
 
-// Marks the parameters of which a value is not finite as it is used, given the peaks of chunks.
-void mark_non_finite(const DtypeList& list, const std::vector<int64_t>& peaks, Factor how,
-                     float factor, const Rows& marks) {
+// Marks the parameters of which a value is not finite as it is used, given the peaks of chunks, and
+// adds the sums of chunks, where there are any, to the squares of their parameters.
+void track(const DtypeList& list, const Reused<double>& peaks, const Reused<double>& partials,
+           const Work& work, Factor how) {
   for (const Span& span : list.spans) {
-    const auto first = peaks.begin() + span.first_chunk;
-    const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
-    const double used = used_peak(list, bits, how, factor);
-    int64_t* row = marks.words + span.parameter * kMarkWords;
+    int64_t* row = work.marks->words + span.parameter * kMarkWords;
+    double peak = 0, squares = bits_as<double>(row[kSquares]);
+    for (int64_t i = 0; i < chunk_count(span.numel); ++i) {
+      peak = larger_or_nan(peak, peaks[span.first_chunk + i]);
+      squares += work.sums != nullptr ? partials[span.first_chunk + i] : 0;
+    }
+    row[kSquares] = bits_as<int64_t>(squares);
+    const double used = used_peak(list, peak, how, work.factor);
     if (!std::isfinite(used)) {
-      mark(marks.step, row[kLastNonFinite], row[kTimesNonFinite]);
+      mark(work.marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
     }
     if (std::isnan(used)) {
-      mark(marks.step, row[kLastNan], row[kTimesNan]);
+      mark(work.marks->step, row[kLastNan], row[kTimesNan]);
     }
-  }
-}
-
-// Adds the sums of chunks to the squares of their parameters.
-void add_squares(const DtypeList& list, const Reused<double>& partials, const Rows& marks) {
-  for (const Span& span : list.spans) {
-    int64_t& word = marks.words[span.parameter * kMarkWords + kSquares];
-    const auto first = partials.begin() + span.first_chunk;
-    const auto end = first + chunk_count(span.numel);
-    word = bits_as<int64_t>(std::accumulate(first, end, bits_as<double>(word)));
   }
 }
 
 }  // namespace
 
-int64_t set_grain(int64_t bytes) { return grain.exchange(std::max<int64_t>(bytes, 1)); }
-
-bool run(const GradList& grads, const Work& work) {
+double run(const GradList& grads, const Work& work) {
   if (work.marks) {
     require_rows(grads, *work.marks);
   }
-  const bool squares = work.sums != nullptr;
   const Multiplier by = multiplier_of(work.how, work.factor);
   const double coefficient = work.coefficient.value_or(1);
   // As torch: where nothing changes, not even a subnormal is flushed.
@@ -206,45 +136,32 @@ bool run(const GradList& grads, const Work& work) {
       continue;
     }
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    Reused<double> partials;
-    partials.resize(squares ? list.chunks : 0);
-    std::vector<int64_t> peaks(work.marks ? list.chunks : 0);
-    std::atomic<int64_t> highest{0};
+    Reused<double> peaks, partials;
+    peaks.resize(list.chunks);
+    partials.resize(work.sums != nullptr ? list.chunks : 0);
     for_each_chunk(list, changes, [&](char* address, int64_t numel, int64_t chunk) {
-      int64_t bits = 0;
-      if (squares) {
-        partials[chunk] = by.of_squares * loops.squares(address, numel, by.of_values, &bits);
+      if (work.sums != nullptr) {
+        partials[chunk] =
+            by.of_squares * loops.squares(address, numel, by.of_values, &peaks[chunk]);
       }
       if (changes) {
-        bits = loops.unscale(address, numel, work.factor, coefficient);
-      } else if (!squares) {
-        bits = loops.peak_bits(address, numel);
-      }
-      raise(highest, bits);
-      if (work.marks) {
-        peaks[chunk] = bits;
+        peaks[chunk] = loops.unscale(address, numel, work.factor, coefficient);
+      } else if (work.sums == nullptr) {
+        peaks[chunk] = loops.peak(address, numel);
       }
     });
-    const double largest = std::fabs(used_peak(list, highest, how, work.factor));
-    if (work.marks && !std::isfinite(largest)) {
-      mark_non_finite(list, peaks, how, work.factor, *work.marks);
+    if (work.marks) {
+      track(list, peaks, partials, work, how);
     }
-    if (work.marks && squares) {
-      add_squares(list, partials, *work.marks);
-    }
-    peak = larger_or_nan(peak, largest);
-    for (const double partial : partials) {
-      sum_of_squares += partial;
-    }
+    const double largest = std::accumulate(peaks.begin(), peaks.end(), 0.0, larger_or_nan<double>);
+    peak = larger_or_nan(peak, std::fabs(used_peak(list, largest, how, work.factor)));
+    sum_of_squares = std::accumulate(partials.begin(), partials.end(), sum_of_squares);
   }
   if (work.sums != nullptr) {
     work.sums[0] = sum_of_squares;
     work.sums[1] = peak;
   }
-  if (work.peak != nullptr) {
-    *work.peak = peak;
-  }
-  return !std::isfinite(peak);
+  return peak;
 }
 
 }  // namespace ampfast::cpu

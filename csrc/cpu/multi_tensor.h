@@ -24,15 +24,11 @@ struct Work {
   // Gets the sum of squares of the values times the factor, or divided by it, and the largest
   // magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
-  double* peak = nullptr;     // gets the largest magnitude alone
   std::optional<Rows> marks;  // of the parameters of values not finite as used
 };
 
-// Tells whether a value is not finite as it is used. The sum of squares is in float64, over chunks
-// in order: the same bits every run, however many threads there are.
-bool run(const GradList& grads, const Work& work);
-
-// Sets the least work for a thread, in bytes, and returns what it was: a switch for tests.
-int64_t set_grain(int64_t bytes);
+// Returns the largest magnitude as it is used; NaN if there is one. The sum of squares is in
+// float64, over chunks in order: the same bits every run, however many threads there are.
+double run(const GradList& grads, const Work& work);
 
 }  // namespace ampfast::cpu

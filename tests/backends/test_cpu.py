@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from support.kernels import (
     wide,
 )
 from support.models import check_random_lists
-from support.processes import forked
 
 from ampfast import _C, functional
 from ampfast.backends import cpu
@@ -32,32 +29,8 @@ from ampfast.backends.core import Factor, Pass
 
 CAPABILITIES = tuple(_C.cpu_capabilities())
 CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
-# Relative tolerances of a sum of squares, whose terms are positive: roundings add up at most. A CPU
-# adds up to 8 squares in float32, hence as many roundings, and what is left in float64, as it does
-# with those of float64 gradients; the tensors have some tens of blocks.
-SQUARES_TOLERANCE = {
-    torch.float64: 64 * 2.0**-53,
-    torch.float32: 8.001 * 2.0**-24,
-    torch.float16: 8.001 * 2.0**-24,
-    torch.bfloat16: 8.001 * 2.0**-24,
-}
-# Between these magnitudes of the largest value, all squares are added in float32.
-LEAST, MOST = 2.0**-40, 2.0**62
-
-
-@pytest.mark.slow
-def test_the_environment_chooses_a_capability() -> None:
-    """The widest by default."""
-    script = "os.environ['AMPFAST_CPU_CAPABILITY'] = {!r}\nfrom ampfast.backends import core\n"
-    script += "print(core.cpu_capability())"
-    names = [*CAPABILITIES, "", "pentium"]
-    *said, refused = forked("import torch", *map(script.format, names))
-    assert said == [f"{name}\n" for name in (*CAPABILITIES, CAPABILITIES[0])]
-    known = f"AMPFAST_CPU_CAPABILITY may be {', '.join(CAPABILITIES)}"
-    assert f"ValueError: this machine has no CPU capability 'pentium': {known}" in refused
-    if platform.machine() in ("x86_64", "AMD64"):
-        best_first = ("avx512", "avx2", "baseline")
-        assert tuple(each for each in best_first if each in CAPABILITIES) == CAPABILITIES
+# Relative tolerance of a sum of squares, whose terms are positive: roundings add up at most.
+TOLERANCE = 64 * 2.0**-53
 
 
 @pytest.mark.parametrize("inverse", [0.5, 1.0, 1 / 3])
@@ -111,7 +84,7 @@ def test_norms(capability: str, dtype: torch.dtype, inverse: float) -> None:
         before = [exact_bits(g) for g in grads]
         squares, maximum = norms(grads, inverse)
         want_squares, want_maximum = reference_norms(grads, inverse)
-        assert squares == pytest.approx(want_squares, rel=SQUARES_TOLERANCE[dtype], abs=0)
+        assert squares == pytest.approx(want_squares, rel=TOLERANCE, abs=0)
         # A written value, hence exact.
         assert maximum == want_maximum
         assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
@@ -149,31 +122,10 @@ def test_norms_of_every_magnitude(
             squares, _ = norms([grad], inverse)
         finally:
             torch.set_flush_denormal(False)
-        assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[dtype], abs=0), grad[:2]
+        assert squares == pytest.approx(want, rel=TOLERANCE, abs=0), grad[:2]
 
 
-def edges() -> Iterator[torch.Tensor]:
-    for edge in (torch.tensor(LEAST), torch.tensor(MOST)):
-        for value in (edge.nextafter(flag(0.0)), edge, edge.nextafter(flag(math.inf))):
-            for rest in (value.item(), value.item() * 2.0**-23, value.item() * 2.0**-24):
-                grad = torch.full((CHUNK + 300,), rest)
-                grad[5] = value
-                yield grad
-    # Squares of half of the smallest float32, which together are most of the sum's error.
-    for exponent in (-40.5, -50, -59.9):
-        grad = torch.full((CHUNK,), 2.0**-75.01)
-        grad[0] = 2.0**exponent
-        yield grad
-    # The most that is lost: each square below half of the last place of the first row's sum.
-    grad = torch.full((32 * 32,), 2.0**-12 * (1 - 2.0**-10))
-    grad[:32] = 1.0
-    yield grad
-
-
-def test_norms_beside_the_limits_of_float32_sums(capability: str) -> None:
-    for grad in edges():
-        (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
-        assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[torch.float32], abs=0)
+def test_norms_of_zero_infinite_and_nan_products(capability: str) -> None:
     for size in (1, 5, 31, 32, 33, 300):
         grad = torch.full((size,), 2.0**-100)
         assert norms([grad], 0.0) == norms([grad * 0], 3.0) == (0.0, 0.0)
@@ -186,15 +138,14 @@ def test_norms_beside_the_limits_of_float32_sums(capability: str) -> None:
 def test_norms_have_the_same_bits_on_every_instruction_set(
     dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    before = _C.cpu_capability()
-    request.addfinalizer(lambda: _C.set_cpu_capability(before))
+    request.addfinalizer(lambda: _C.set_cpu_capability(0))
     lists = [[grad] for grad in magnitudes(dtype)]
     lists += [[torch.randn(n).to(dtype)] for n in (*range(100), 255, 256, 257, *CHUNK_SIZES)]
     every = random_bits(100_000, dtype, 5)
     lists.append([every[every.isfinite()]])
     seen = []
-    for name in CAPABILITIES:
-        _C.set_cpu_capability(name)
+    for number in range(len(CAPABILITIES)):
+        _C.set_cpu_capability(number)
         seen.append([norms(grads, factor) for grads in lists for factor in (1.0, 1 / 3, 2.0**-16)])
     assert all(each == seen[0] for each in seen)
 

@@ -13,13 +13,11 @@ from support.processes import python, threads
 
 from ampfast import functional
 
-pytestmark = pytest.mark.usefixtures("small_grain")
-
 
 def twice(size: int) -> list[torch.Tensor]:
     """Multiplied twice."""
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
-    between = torch.ones(2 * CHUNK)
+    between = torch.ones(16 * CHUNK)
     return [gradient, between, gradient, between.clone(), gradient.view(-1)]
 
 
@@ -29,9 +27,9 @@ def overlapping(size: int) -> list[torch.Tensor]:
 
 
 LISTS = {
-    "mixed": partial(mixed, lambda _: CHUNK),
-    **{f"twice {size}": partial(twice, size) for size in (3, CHUNK + 1, 8 * CHUNK + 5)},
-    **{f"overlapping {size}": partial(overlapping, size) for size in (100, 6 * CHUNK)},
+    "mixed": partial(mixed, lambda _: 16 * CHUNK),
+    **{f"twice {size}": partial(twice, size) for size in (3, CHUNK + 1, 9 * CHUNK + 5)},
+    **{f"overlapping {size}": partial(overlapping, size) for size in (100, 17 * CHUNK)},
 }
 
 

@@ -97,20 +97,20 @@ void print(const Format& format, const Loops& loops, const std::string& set) {
   Digest peaks, products, norms;
   for (const std::vector<char>& data : blocks(format)) {
     const auto numel = static_cast<int64_t>(data.size() / format.size);
-    peaks.add(loops.peak_bits(data.data(), numel));
+    peaks.add(canonical(loops.peak(data.data(), numel)));
     for (const float factor : kFactors) {
-      int64_t peak = 0;
+      double peak = 0;
       norms.add(canonical(loops.squares(data.data(), numel, factor, &peak)));
-      norms.add(peak);
+      norms.add(canonical(peak));
       for (const double coefficient : kCoefficients) {
         std::vector<char> copy = data;
-        products.add(loops.unscale(copy.data(), numel, factor, coefficient));
+        products.add(canonical(loops.unscale(copy.data(), numel, factor, coefficient)));
         format.add(products, copy);
       }
     }
   }
   const std::pair<const char*, const Digest*> all[] = {
-      {"peak_bits", &peaks}, {"unscale", &products}, {"squares", &norms}};
+      {"peak", &peaks}, {"unscale", &products}, {"squares", &norms}};
   for (const auto& [name, digest] : all) {
     std::printf("%s %s %s %016llx\n", set.c_str(), format.name, name,
                 static_cast<unsigned long long>(digest->state()));
@@ -120,10 +120,11 @@ void print(const Format& format, const Loops& loops, const std::string& set) {
 }  // namespace
 
 int main() {
-  for (const std::string& set : ampfast::cpu::capabilities()) {
-    ampfast::cpu::set_capability(set);
+  const std::vector<std::string> sets = ampfast::cpu::capabilities();
+  for (size_t i = 0; i < sets.size(); ++i) {
+    ampfast::cpu::set_capability(static_cast<int64_t>(i));
     for (int dtype = 0; dtype < 4; ++dtype) {
-      print(kFormats[dtype], ampfast::cpu::loops_for(static_cast<Dtype>(dtype)), set);
+      print(kFormats[dtype], ampfast::cpu::loops_for(static_cast<Dtype>(dtype)), sets[i]);
     }
   }
 }
