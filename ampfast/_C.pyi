@@ -142,8 +142,8 @@ class Pass:
         now: int64 whose first element is the number of completed steps; None without marks.
         factor_copy: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.
-        clip: A clipping, from one row of sums, whose coefficient replaces `coefficient`; its norm
-            is written, and nothing else. Or None; kernels know it, torch's ops do not.
+        clip: A clipping that a pass with `sums` decides at its end; the pass gives it these sums
+            and, if it has a `skip_above`, its flag. Or None; kernels know it, torch's ops do not.
     """
 
     write: bool

@@ -101,6 +101,13 @@ Clip ClipObject::on(at::Device device) const {
   return clip;
 }
 
+void ClipObject::take(const at::Tensor& its_sums, const at::Tensor& flag) {
+  sums = its_sums;
+  if (skip_above < INFINITY) {
+    found_inf = flag;
+  }
+}
+
 std::vector<at::Tensor> UpdateObject::flags() const {
   TORCH_CHECK_TYPE(PyList_Check(found_infs.ptr()) || PyTuple_Check(found_infs.ptr()),
                    "found_infs must be a list or tuple");

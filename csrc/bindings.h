@@ -90,6 +90,8 @@ struct ClipObject {
 
   // The clipping, for kernels of that device.
   Clip on(at::Device device) const;
+  // Takes what a pass that decides it has left: its sums and, where norms are compared, its flag.
+  void take(const at::Tensor& its_sums, const at::Tensor& flag);
 };
 
 struct Pass {
@@ -99,7 +101,7 @@ struct Pass {
   bool accumulate = true;
   at::Tensor coefficient, sums, marks, now, factor_copy;
   py::object ending = py::none();
-  std::shared_ptr<ClipObject> clip;
+  std::shared_ptr<ClipObject> clip;  // decided at the end of a pass with sums
 };
 
 struct UpdateObject {

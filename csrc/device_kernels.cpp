@@ -17,13 +17,11 @@ void require_pass(const GradList& list, const Pass& pass) {
   data_of<const float>(pass.factor, "the factor", device);
   data_of<float>(pass.found_inf, "found_inf", device);
   data_of<float>(pass.factor_copy, "factor_copy", device);
-  bool scales = data_of<double>(pass.coefficient, "coefficient", device) != nullptr;
-  if (pass.clip) {
-    scales = pass.clip->on(device).sums != nullptr;
-  }
+  const bool scales = data_of<double>(pass.coefficient, "coefficient", device) != nullptr;
   const bool sums = data_of<double>(pass.sums, "sums", device, 2) != nullptr;
   marks_of(pass, device);
   TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
+  TORCH_CHECK(sums || !pass.clip, "a pass that decides a clipping needs sums");
 }
 
 // Makes a device and its current stream current.
@@ -88,17 +86,24 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
   if (!pass.accumulate) {
     pass.found_inf = allocated({}, options);
   }
+  if (pass.clip) {
+    pass.clip->take(pass.sums, pass.found_inf);
+    pass.clip->on(list.device());
+  }
   if (list.chunks() == 0) {
     if (pass.sums.defined()) {
       pass.sums.zero_();
     }
-    if (pass.clip) {
-      clip_on(launcher, pass.clip);
-    }
     if (pass.factor_copy.defined()) {
       pass.factor_copy.copy_(pass.factor);
     }
-    return pass.accumulate ? pass.found_inf : pass.found_inf.zero_();
+    if (!pass.accumulate) {
+      pass.found_inf.zero_();
+    }
+    if (pass.clip) {
+      clip_on(launcher, pass.clip);
+    }
+    return pass.found_inf;
   }
   const OnDevice here(list.device());
   const py::object ending = pass.ending;
@@ -265,8 +270,9 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   arguments.add_number(segment.first);
   arguments.add_number(table.partials.numel());
   for (const at::Tensor& tensor :
-       {table.header, table.partials, pass.factor, pass.clip ? clip.sums : pass.coefficient,
-        pass.found_inf, pass.sums, pass.factor_copy, pass.marks, pass.now}) {
+       {table.header, table.partials, pass.factor, pass.clip ? clip.coefficient : pass.coefficient,
+        pass.found_inf, pass.sums, pass.clip ? clip.divisor : pass.factor_copy, pass.marks,
+        pass.now}) {
     arguments.add(tensor);
   }
   if (update.is_none()) {
@@ -287,7 +293,9 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   }
   arguments.add(clip.norm);
   arguments.add_number(clip.max_norm);
-  arguments.add_number(static_cast<int>(clip.largest));
+  arguments.add_number(clip.skip_above);
+  arguments.add(clip.accepted_norms);
+  arguments.add_number(clip.accepted_norms.defined() ? clip.accepted_norms.numel() - kNormRing : 0);
 
   const bool is_wide = clip.norm.defined() && clip.norm.scalar_type() == at::kDouble;
   Key key;
@@ -295,12 +303,14 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   key.add(kMultiTensor, 1).add(arguments.nones(), 32).add(dtype_of(segment.dtype), 2);
   key.add(pass.write, 1).add(pass.how, 2);
   key.add(is_last, 1).add(pass.accumulate, 1).add(is_wide, 1);
+  key.add(clip.largest, 1).add(clip.found_inf.defined(), 1);
   launch_variant(args[0], "multi_tensor", key.bits(), table.header.device(),
                  args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
                    const py::object wide =
                        clip.norm.defined() ? py::cast(clip.norm.scalar_type()) : py::none();
                    return py::make_tuple(segment.dtype, pass.write, static_cast<int>(pass.how),
-                                         pass.sums.defined(), is_last, pass.accumulate, wide);
+                                         pass.sums.defined(), clip.largest,
+                                         clip.found_inf.defined(), is_last, pass.accumulate, wide);
                  });
   return nullptr;
 }

@@ -72,6 +72,7 @@ struct Finder {
 
   const Backend* known_on(at::Device device) const;
   const Backend& backend_on(at::Device device);
+  bool decides(const ClipObject& clip);
   void decide(const std::shared_ptr<ClipObject>& clip);
 
   struct Norm;
@@ -281,18 +282,21 @@ void Finder::agree(const Turn& turn) {
   turn.agreed();
 }
 
+// Whether kernels can decide a clip where its norm is.
+bool Finder::decides(const ClipObject& clip) {
+  const at::Device device = clip.norm.device();
+  return !backend_on(device).is_torch && clip.coefficient.scalar_type() == at::kDouble &&
+         !is_observed() &&
+         (!clip.scale.defined() || (is_scalar(clip.scale, at::kFloat, kKernelDevices) &&
+                                    clip.scale.device() == device));
+}
+
 void Finder::decide(const std::shared_ptr<ClipObject>& clip) {
   const at::Device device = clip->norm.device();
-  const Backend& backend = backend_on(device);
-  const uint64_t there = kKernelDevices;
-  const bool is_known = !backend.is_torch && clip->coefficient.scalar_type() == at::kDouble &&
-                        !is_observed() && clip->sums.scalar_type() == at::kDouble &&
-                        (!clip->scale.defined() || (is_scalar(clip->scale, at::kFloat, there) &&
-                                                    clip->scale.device() == device));
-  if (!is_known) {
+  if (!decides(*clip) || clip->sums.scalar_type() != at::kDouble) {
     of_python("ampfast.backends.aten", "clip")(clip);
-  } else if (backend.launcher != nullptr) {
-    clip_on(backend.launcher, clip);
+  } else if (PyObject* launcher = backend_on(device).launcher) {
+    clip_on(launcher, clip);
   } else {
     clip_coefficient(clip->on(device));
   }
@@ -351,7 +355,6 @@ struct Finder::Norm {
   // where norms of earlier steps are, with which it is compared.
   at::Device place = at::kCPU, here = at::kCPU, device = at::kCPU;
   std::shared_ptr<ClipObject> clip = std::make_shared<ClipObject>();
-  bool is_one_launch = false;
 
   void find(const py::list& optimizers, const py::list& turns, const py::list& uses);
   void prepare();
@@ -364,6 +367,8 @@ struct Finder::Norm {
     return std::any_of(terms.begin(), terms.end(), [use](const Term& t) { return t.use == use; });
   }
   bool share_memory() const;
+  bool is_one_pass();
+  bool reads_parts() const;
   void unscale_first();
   at::Tensor sums(at::ScalarType wide);
   at::Tensor sums_of_python();
@@ -468,13 +473,24 @@ void Finder::Norm::unscale_first() {
   }
 }
 
+// Whether the largest magnitude is not that of the parts of complex gradients.
+bool Finder::Norm::reads_parts() const {
+  return std::isinf(order) && std::any_of(terms.begin(), terms.end(), [](const Term& term) {
+           return term.found->walk.has_complex;
+         });
+}
+
+// Whether the one pass of this norm is by kernels that can decide it, too.
+bool Finder::Norm::is_one_pass() {
+  const Found& found = *terms.front().found;
+  return terms.size() == 1 && aim != Aim::kClipDecided && agreement.is_none() && is_for_kernels &&
+         !reads_parts() && found.batches.size() == 1 && found.batches[0].list &&
+         found.walk.shards.is_none() && found.batches[0].device == device && finder.decides(*clip);
+}
+
 // The sums of a clip, a row for each list; the terms get their flags.
 at::Tensor Finder::Norm::sums(at::ScalarType wide) {
-  const bool reads_parts =
-      std::isinf(order) && std::any_of(terms.begin(), terms.end(), [](const Term& term) {
-        return term.found->walk.has_complex;
-      });
-  if (!is_for_kernels || reads_parts || !(agreement.is_none() || can_agree())) {
+  if (!is_for_kernels || reads_parts() || !(agreement.is_none() || can_agree())) {
     return sums_of_python();
   }
   std::vector<at::Tensor> rows;
@@ -613,6 +629,14 @@ void Finder::Norm::measure() {
     clip->scale = finder.dividing->factor;
     clip->divisor = allocated({}, at::TensorOptions(at::kFloat).device(here));
   }
+  if (!rule.is_none()) {
+    const py::tuple fields = rule;
+    clip->skip_above = fields[0].cast<double>();
+    clip->accepted_norms = tensor_of(py::object(fields[1]).ptr());
+  }
+  if (is_one_pass()) {
+    terms.front().pass->clip = clip;
+  }
   clip->sums = sums(c10::typeMetaToScalarType(wide.dtype()));
   if (aim == Aim::kClipDecided) {
     for (Term& term : terms) {
@@ -625,21 +649,12 @@ void Finder::Norm::measure() {
   }
 }
 
-// The norm, the coefficient and whether the step is skipped, by a kernel; in one with the write,
-// where the kernels that write can.
+// The norm, the coefficient and whether the step is skipped, unless the pass has decided that.
 void Finder::Norm::decide() {
-  if (!rule.is_none()) {
-    const py::tuple fields = rule;
-    clip->found_inf = joint(terms, device);
-    clip->skip_above = fields[0].cast<double>();
-    clip->accepted_norms = tensor_of(py::object(fields[1]).ptr());
-  }
-  // Kernels that write gradients compute the coefficient themselves.
-  const Term& first = terms.front();
-  is_one_launch = terms.size() == 1 && first.writes && is_number && rule.is_none() &&
-                  first.found->batches.size() == 1 && first.found->batches[0].launcher &&
-                  first.found->batches[0].device == device && !std::isinf(max_norm);
-  if (!is_one_launch) {
+  if (!terms.front().pass->clip) {
+    if (!rule.is_none()) {
+      clip->found_inf = joint(terms, device);
+    }
     finder.decide(clip);
   }
   if (!is_number) {
@@ -665,10 +680,8 @@ void Finder::Norm::write() {
     }
     Pass pass = *term.pass;
     pass.write = true;
-    if (is_one_launch) {
-      pass.clip = clip;
-      clip->coefficient = at::Tensor();
-    } else if (is_clip) {
+    pass.clip.reset();
+    if (is_clip) {
       pass.coefficient = clip->coefficient;
     }
     Running how;  // overflows were marked as they were read

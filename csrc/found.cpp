@@ -112,10 +112,6 @@ at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& 
   if (const auto* coefficient = data_of<const double>(pass.coefficient, "coefficient", at::kCPU)) {
     work.coefficient = *coefficient;
   }
-  if (pass.clip) {
-    const Clip clip = pass.clip->on(at::kCPU);
-    work.coefficient = coefficient_of(clip, norm_of(clip), true);
-  }
   if (pass.how == Factor::kTimesReciprocal) {
     work.how = Factor::kTimes;
     work.factor = inverse_scale(work.factor);
@@ -135,6 +131,10 @@ at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& 
   const bool found = !std::isfinite(peak);
   if (found || new_flag.is_same(flag)) {
     *written = found ? 1 : 0;
+  }
+  if (pass.clip) {
+    pass.clip->take(pass.sums, flag);
+    clip_coefficient(pass.clip->on(at::kCPU));
   }
   return flag;
 }
@@ -169,7 +169,7 @@ at::Tensor run_aside(const py::object& aside, const Pass& pass) {
 }  // namespace
 
 Flags Found::run(const Pass& pass, const Running& how) {
-  const bool decides = !pass.coefficient.defined() && !pass.clip;
+  const bool decides = !pass.coefficient.defined();
   if (pass.write && decides) {
     require_unscalable();
   }

@@ -188,18 +188,6 @@ AMPFAST_ELEMENT double norm_of(const Clip& clip) {
   return clip.wide_norm != nullptr ? total : static_cast<float>(total);
 }
 
-// Writes a norm, if this thread `writes`, and returns torch's coefficient, in float64. An infinite
-// limit clips nothing: inf / inf would be NaN.
-AMPFAST_ELEMENT double coefficient_of(const Clip& clip, double norm, bool writes) {
-  if (writes && clip.wide_norm != nullptr) {
-    *clip.wide_norm = norm;
-  } else if (writes) {
-    *clip.norm = static_cast<float>(norm);
-  }
-  const double quotient = clip.max_norm / (norm + kClipEpsilon);
-  return quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
-}
-
 // Whether a norm is too large; one that is not joins the norms. While they do not fill the window
 // none is. Norms of 0 and infinite ones tell nothing of what is usual: they neither join nor count.
 // After as many spikes in a row as there is patience for, the norm is the new usual. Sums go from
@@ -246,7 +234,14 @@ AMPFAST_ELEMENT bool is_spike(const Clip& clip, double norm) {
 
 AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
   const double norm = norm_of(clip);
-  const double coefficient = coefficient_of(clip, norm, true);
+  if (clip.wide_norm != nullptr) {
+    *clip.wide_norm = norm;
+  } else {
+    *clip.norm = static_cast<float>(norm);
+  }
+  // torch's. An infinite limit clips nothing: inf / inf would be NaN.
+  const double quotient = clip.max_norm / (norm + kClipEpsilon);
+  const double coefficient = quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
   if (clip.coefficient != nullptr) {
     *clip.coefficient = coefficient;
   }

@@ -159,8 +159,10 @@ def clip_grads_with_norm_(
         _, found, _ = known
         [device] = found.devices
         norm = moved(total_norm.detach(), device).to(widest(device))
-        clip = Clip(norm.repeat(1, 2), limit, True, torch.empty_like(norm))
-        found.run(Pass(True, Factor.NONE, clip=clip), None, None, False)
+        coefficient = torch.empty_like(norm)
+        clip = Clip(norm.repeat(1, 2), limit, True, torch.empty_like(norm), coefficient)
+        backends.choose().kernels_for(device).clip(clip)
+        found.run(Pass(True, Factor.NONE, coefficient=coefficient), None, None, False)
     if on_clip is not None and not torch.compiler.is_compiling():
         on_clip(listed, max_norm)
 

@@ -63,10 +63,10 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   work.how = pass.how;
   work.factor = data_of<float>(pass.factor, "the factor", device);
   work.coefficient = data_of<double>(pass.coefficient, "coefficient", device);
+  work.sums = data_of<double>(pass.sums, "sums", device, 2);
   if (pass.clip) {
     work.clip = pass.clip->on(device);
   }
-  work.sums = data_of<double>(pass.sums, "sums", device, 2);
   const Marks marks = marks_of(pass, device);
   TORCH_CHECK(marks.now == nullptr || segment.last_parameter < marks.parameters, "marks are of ",
               marks.parameters, " parameters, and a gradient is that of number ",
@@ -90,9 +90,7 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   }
   Kind kind = pass.write ? (work.sums != nullptr ? kUnscaleNorm : kUnscale)
                          : (work.sums != nullptr ? kCheckNorm : kCheck);
-  if (work.clip.sums != nullptr) {
-    kind = kClipBy;
-  } else if (work.coefficient != nullptr) {
+  if (work.coefficient != nullptr) {
     kind = kClip;
   }
   launch(kind, work, place_on(device));

@@ -15,8 +15,8 @@ namespace ampfast::cuda {
 namespace {
 
 // The order is that of Kind, and below that of Dtype.
-constexpr const char* kKindNames[kKinds] = {"check", "check_norm", "unscale", "unscale_norm",
-                                            "clip",  "clip_by",    "read"};
+constexpr const char* kKindNames[kKinds] = {"check",        "check_norm", "unscale",
+                                            "unscale_norm", "clip",       "read"};
 constexpr const char* kTableNames[] = {"float32", "float64", "float16", "bfloat16"};
 constexpr int kTables = std::size(kTableNames);
 

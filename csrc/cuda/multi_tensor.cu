@@ -61,6 +61,9 @@ __device__ void finish(const Launch& launch, bool found) {
   } else {
     *launch.found_inf = flag;
   }
+  if (launch.clip.sums != nullptr) {
+    clip_coefficient(launch.clip);
+  }
   if (launch.divisor != nullptr) {
     *launch.divisor = *launch.factor;
   }
@@ -71,7 +74,7 @@ __device__ void finish(const Launch& launch, bool found) {
   header[kFinished] = 0;
 }
 
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips>
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
 __device__ void pass(const Launch& launch) {
   __shared__ bool is_last;
   using Opmath = typename Format::Opmath;
@@ -83,11 +86,7 @@ __device__ void pass(const Launch& launch) {
                                                   : gatherer.factor;
   };
   const auto begin = [&] {
-    if (kClips) {
-      const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
-      gatherer.coefficient =
-          static_cast<Opmath>(coefficient_of(launch.clip, norm_of(launch.clip), writes));
-    } else if (kCoefficient) {
+    if (kCoefficient) {
       gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
     }
     const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
@@ -187,12 +186,11 @@ __device__ void read(const Launch& launch) {
 
 // The kernels over a table of one dtype.
 #define AMPFAST_KERNELS(TABLE, FORMAT)                                         \
-  AMPFAST_KERNEL(check_##TABLE, pass<FORMAT, false, false, false, false>)      \
-  AMPFAST_KERNEL(check_norm_##TABLE, pass<FORMAT, false, true, false, false>)  \
-  AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false, false>)     \
-  AMPFAST_KERNEL(unscale_norm_##TABLE, pass<FORMAT, true, true, false, false>) \
-  AMPFAST_KERNEL(clip_##TABLE, pass<FORMAT, true, false, true, false>)         \
-  AMPFAST_KERNEL(clip_by_##TABLE, pass<FORMAT, true, false, true, true>)       \
+  AMPFAST_KERNEL(check_##TABLE, pass<FORMAT, false, false, false>)      \
+  AMPFAST_KERNEL(check_norm_##TABLE, pass<FORMAT, false, true, false>)  \
+  AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false>)     \
+  AMPFAST_KERNEL(unscale_norm_##TABLE, pass<FORMAT, true, true, false>) \
+  AMPFAST_KERNEL(clip_##TABLE, pass<FORMAT, true, false, true>)         \
   AMPFAST_KERNEL(read_##TABLE, read<FORMAT>)
 
 AMPFAST_KERNELS(float32, Float32)

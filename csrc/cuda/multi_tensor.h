@@ -18,8 +18,7 @@ enum Kind {
   kCheckNorm,
   kUnscale,
   kUnscaleNorm,
-  kClip,    // unscales and multiplies by the coefficient
-  kClipBy,  // by that of a clipping, which it computes from sums
+  kClip,  // unscales and multiplies by the coefficient
   kRead,  // of one tensor, whose address and bytes are the `words`, to a row of kPeakWords: `sums`
   kKinds,
 };
@@ -40,10 +39,10 @@ struct Launch {
   Factor how = Factor::kNone;           // of a division neither products nor squares are defined
   const float* factor = nullptr;        // null with kNone alone
   const double* coefficient = nullptr;  // for kClip
-  Clip clip;                            // for kClipBy, which writes its norm
   // The sum of squares and the largest magnitude of the used values of all segments, for kinds with
   // a norm. Given for all segments, written with the last.
   double* sums = nullptr;
+  Clip clip;  // decided by these sums; without its own: none
   // Rows of kMarkWords by parameter, of the steps in which a used value is not finite; null: none.
   int64_t* marks = nullptr;
   const int64_t* now = nullptr;  // how many steps are complete; null without marks alone

@@ -38,7 +38,7 @@ def made_by(names, size):
             made.add_kernel(f"ampfast_{name}_{table}", size)
 """
 
-PASSES = ("check", "check_norm", "unscale", "unscale_norm", "clip", "clip_by", "read")
+PASSES = ("check", "check_norm", "unscale", "unscale_norm", "clip", "read")
 ERROR = "RuntimeError: ampfast: "
 NOT_LOADED = f"{ERROR}the CUDA kernels are not loaded on device 0"
 # What a process does, and how the lines that it prints begin.

@@ -72,19 +72,19 @@ COSTS = {
     "together": Cost(together, "unscale", 1, 1, PLAIN),
     "fused together": Cost(together, "check", 1, 0, FUSED),
     "unscale_": Cost(unscale, "unscale update", 1, 1),
-    "norm": Cost(norm, "check clip", 1, 0),
+    "norm": Cost(norm, "check", 1, 0),
     "clip": Cost(clip(), "check unscale update", 2, 1),
     "clip by the largest": Cost(clip(INF), "check unscale update", 2, 1),
     "clip, then together": Cost(clip(then=together), "check unscale update", 2, 1),
-    "defer": Cost(defer(), "check clip update", 1, 0, FUSED),
-    "defer, then together": Cost(defer(then=together), "check clip update", 1, 0, FUSED),
+    "defer": Cost(defer(), "check update", 1, 0, FUSED),
+    "defer, then together": Cost(defer(then=together), "check update", 1, 0, FUSED),
 }
 for limit in LIMITS:
     COSTS |= {
-        f"clip, {limit}": Cost(clip(skip_above=limit), "check clip unscale update", 2, 1),
-        f"defer, {limit}": Cost(defer(skip_above=limit), "check clip update", 1, 0, FUSED),
-        f"step, {limit}": Cost(step, "unscale clip update", 1, 1, PLAIN, {"skip_above": limit}),
-        f"fused step, {limit}": Cost(step, "check clip update", 1, 0, FUSED, {"skip_above": limit}),
+        f"clip, {limit}": Cost(clip(skip_above=limit), "check unscale update", 2, 1),
+        f"defer, {limit}": Cost(defer(skip_above=limit), "check update", 1, 0, FUSED),
+        f"step, {limit}": Cost(step, "unscale update", 1, 1, PLAIN, {"skip_above": limit}),
+        f"fused step, {limit}": Cost(step, "check update", 1, 0, FUSED, {"skip_above": limit}),
     }
 
 

@@ -50,12 +50,12 @@ class EmulatedLauncher:
 
     def multi_tensor(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
         update = None if work.ending is None else work.ending.update
-        sums, norm = (None, None) if work.clip is None else (work.clip.sums, work.clip.norm)
         with self._restricted(
             [
                 *_table(table, segment, work.write, in_memory=not self._has_room(table)),
-                *_read(work.factor, work.coefficient, sums),
-                *_written(work.found_inf, work.sums, work.factor_copy, work.marks, work.now, norm),
+                *_read(work.factor, work.coefficient),
+                *_written(work.found_inf, work.sums, work.factor_copy, work.marks, work.now),
+                *(() if work.clip is None else _of_clip(work.clip)),
                 *(() if update is None else _of_update(update)),
             ]
         ):
@@ -70,15 +70,19 @@ class EmulatedLauncher:
             self._module.update_scale(update)
 
     def clip_coefficient(self, clip: Clip) -> None:
-        reads = _read(clip.sums, clip.scale)
-        writes = (clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.accepted_norms)
-        with self._restricted([*reads, *_written(*writes)]):
+        with self._restricted([*_read(clip.sums), *_of_clip(clip)]):
             self._module.clip_coefficient(clip)
 
     @contextlib.contextmanager
     def _restricted(self, memory: Sequence[Range]) -> Iterator[None]:
         with emulation(memory=memory, races=self._races):
             yield
+
+
+def _of_clip(clip: Clip) -> Iterator[Range]:
+    yield from _read(clip.scale)
+    written = clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.accepted_norms
+    yield from _written(*written)
 
 
 def _read(*tensors: Tensor | None) -> Iterator[Range]:

@@ -68,11 +68,6 @@ def run_clip(kernels: Any, *arguments: Any) -> None:
     kernels.clip(Clip(*arguments))
 
 
-def run_clipped(kernels: Any, grads: GradList, *arguments: Any) -> None:
-    """Clips gradients in the pass that multiplies them."""
-    kernels.run(grads, _pass(True, Factor.NONE, None, clip=Clip(*arguments)))
-
-
 def _how(is_scale: bool) -> Factor:
     return Factor.TIMES_RECIPROCAL if is_scale else Factor.TIMES
 

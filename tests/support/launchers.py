@@ -61,10 +61,6 @@ class ReferenceLauncher:
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
         if work.how == Factor.TIMES_RECIPROCAL:
             factor = factor.double().reciprocal().float()
-        if work.clip is not None:
-            coefficient = torch.empty((), dtype=torch.float64)
-            cpu.clip(work.clip.replaced(coefficient=coefficient))
-            work = work.replaced(coefficient=coefficient)
         chunks = spans_of(table.words.tolist(), segment)
         if work.coefficient is not None:
             chunks = chunks if factor * work.coefficient != 1 else []
@@ -104,6 +100,8 @@ class ReferenceLauncher:
         found = bool(header[1] >= _INFINITE)
         if found or not work.accumulate:
             work.found_inf.fill_(float(found))
+        if work.clip is not None:
+            cpu.clip(work.clip)
         if work.factor_copy is not None:
             work.factor_copy.copy_(work.factor)
         if work.ending is not None:

@@ -113,28 +113,6 @@ def _multiplier(factor, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _norm_and_coefficient(total, norm_ptr, max_norm):
-    """A norm as it is written, and torch's clip coefficient in float64."""
-    norm = total.to(norm_ptr.dtype.element_ty)
-    quotient = max_norm / (norm.to(tl.float64) + _CLIP_EPSILON)
-    # An infinite limit clips nothing: inf / inf would be NaN.
-    return norm, tl.where((quotient > 1.0) | (max_norm == float("inf")), 1.0, quotient)
-
-
-@triton.jit
-def _load_coefficient(coefficient_ptr, norm_ptr, max_norm, largest):
-    """The second factor of what is written; of a clipping it is computed, and the norm written."""
-    if norm_ptr is None:
-        return tl.load(coefficient_ptr)
-    else:
-        root, peak = tl.sqrt(tl.load(coefficient_ptr)), tl.load(coefficient_ptr + 1)
-        total = tl.where(largest != 0, peak, root)
-        norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm)
-        tl.store(norm_ptr, norm, mask=tl.program_id(0) == 0)
-        return coefficient
-
-
-@triton.jit
 def _used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
     """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it."""
     bits = peak.to(tl.int16) if DTYPE.primitive_bitwidth == 16 else peak
@@ -342,6 +320,72 @@ def _sum_of_partials(partials_ptr, count):
 
 
 @triton.jit
+def _is_spike(norms_ptr, window, norm, limit, is_finite):
+    """Whether a norm is too large, as `is_spike` of csrc/scale.h, in the same order of sums.
+
+    Norms of gradients that are not finite change nothing.
+    """
+    if norms_ptr is None:
+        return ~(norm <= limit)
+    else:
+        ring_ptr = norms_ptr + _NORM.RING
+        count = tl.load(norms_ptr + _NORM.COUNT).to(tl.int64)
+        spikes = tl.load(norms_ptr + _NORM.SPIKES)
+        patience = tl.load(norms_ptr + _NORM.PATIENCE)
+        restarts = tl.load(norms_ptr + _NORM.RESTARTS)
+        oldest = count % window
+        total = tl.zeros([], dtype=tl.float64)
+        place = oldest
+        while place < oldest + window:
+            total += tl.load(ring_ptr + tl.where(place < window, place, place - window))
+            place += 1
+        mean = total / window.to(tl.float64)
+        squares = tl.zeros([], dtype=tl.float64)
+        place = oldest
+        while place < oldest + window:
+            norm_then = tl.load(ring_ptr + tl.where(place < window, place, place - window))
+            squares += (norm_then - mean) * (norm_then - mean)
+            place += 1
+        deviation, least = tl.sqrt(squares / (window - 1).to(tl.float64)), mean * _LEAST_DEVIATION
+        most = mean + limit * tl.where(deviation > least, deviation, least)
+        is_usable = is_finite & (norm > 0.0) & (_magnitude(norm) < _INFINITY)
+        is_above = (count >= window) & ~(norm <= most)
+        restarted = is_above & is_usable & (spikes >= patience)
+        spiked = is_above & ~restarted
+        is_taken = is_usable & ~spiked
+        count = tl.where(restarted, 0, count)
+        # All threads have loaded the words that the first one now replaces.
+        tl.debug_barrier()
+        tl.store(ring_ptr + count % window, norm, mask=is_taken)
+        tl.store(norms_ptr + _NORM.COUNT, (count + 1).to(tl.float64), mask=is_taken)
+        tl.store(norms_ptr + _NORM.SPIKES, tl.where(spiked, spikes + 1.0, 0.0), mask=is_usable)
+        tl.store(norms_ptr + _NORM.RESTARTS, restarts + 1.0, mask=restarted)
+        return spiked
+
+
+@triton.jit
+def _decide(total, limits, flag, results, scale_ptr, norms_ptr, window, COMPARES: tl.constexpr):
+    """Writes what a clipping decides by a norm; returns the flag, of a spike if it is one."""
+    max_norm, skip_above = limits
+    norm_ptr, coefficient_ptr, divisor_ptr = results
+    norm = total.to(norm_ptr.dtype.element_ty)
+    tl.store(norm_ptr, norm)
+    # torch's. An infinite limit clips nothing: inf / inf would be NaN.
+    quotient = max_norm / (norm.to(tl.float64) + _CLIP_EPSILON)
+    coefficient = tl.where((quotient > 1.0) | (max_norm == float("inf")), 1.0, quotient)
+    if coefficient_ptr is not None:
+        tl.store(coefficient_ptr, coefficient)
+    if divisor_ptr is not None:
+        tl.store(divisor_ptr, (tl.load(scale_ptr).to(tl.float64) / coefficient).to(tl.float32))
+    if COMPARES:
+        is_finite = flag == 0.0
+        total = norm.to(tl.float32).to(tl.float64)
+        spiked = _is_spike(norms_ptr, window, total, skip_above, is_finite)
+        flag = tl.where(is_finite & spiked, _SPIKE, flag)
+    return flag
+
+
+@triton.jit
 def _finish(
     header_ptr,
     found,
@@ -350,20 +394,33 @@ def _finish(
     results,
     state,
     rule,
+    clip,
     NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COMPARES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """The last program's part of a pass: its results, an update of the scale, a ready header."""
-    found_inf_ptr, sums_ptr, divisor_ptr, other_found_inf_ptr = results
+    """The last program's part of a pass: its results, decisions by them, a ready header."""
+    found_inf_ptr, sums_ptr, coefficient_ptr, divisor_ptr, other_found_inf_ptr = results
+    norm_ptr, max_norm, skip_above, norms_ptr, window = clip
+    flag = found.to(tl.float32)
     if NORM:
         worst = tl.atomic_max(
             header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
         )
-        tl.store(sums_ptr, _sum_of_partials(partials[0], partials[1]))
-        tl.store(sums_ptr + 1, worst.to(tl.float64, bitcast=True))
-    if divisor_ptr is not None:
+        squares, peak = (
+            _sum_of_partials(partials[0], partials[1]),
+            worst.to(tl.float64, bitcast=True),
+        )
+        tl.store(sums_ptr, squares)
+        tl.store(sums_ptr + 1, peak)
+    if norm_ptr is not None:
+        total = peak if LARGEST else tl.sqrt(squares)
+        limits, decided = (max_norm, skip_above), (norm_ptr, coefficient_ptr, divisor_ptr)
+        flag = _decide(total, limits, flag, decided, factor_ptr, norms_ptr, window, COMPARES)
+    elif divisor_ptr is not None:
         tl.store(divisor_ptr, tl.load(factor_ptr))
-    flag = found.to(tl.float32)
+    result = flag
     if ACCUMULATE:
         flag = _joint(flag, tl.load(found_inf_ptr))
     if state[0] is not None:
@@ -375,7 +432,7 @@ def _finish(
     if ACCUMULATE:
         tl.store(found_inf_ptr, 1.0, mask=found)
     else:
-        tl.store(found_inf_ptr, found.to(tl.float32))
+        tl.store(found_inf_ptr, result)
     tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
     if NORM:
         tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
@@ -406,11 +463,15 @@ def multi_tensor(
     growth_interval: tl.int64,
     norm_ptr,
     max_norm: tl.float64,
-    largest: tl.int32,
+    skip_above: tl.float64,
+    norms_ptr,
+    window: tl.int64,
     DTYPE: tl.constexpr,
     WRITE: tl.constexpr,
     FACTOR: tl.constexpr,
     NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COMPARES: tl.constexpr,
     IS_LAST: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     THREADS: tl.constexpr,
@@ -420,9 +481,8 @@ def multi_tensor(
     Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials_ptr` after
     `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
     values, `divisor_ptr` to a copy of the factor, `marks_ptr` to overflow counters of parameters.
-    With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at
-    `coefficient_ptr`. With IS_LAST the last program writes the results and, with `scale_ptr`,
-    updates the scale.
+    With IS_LAST the last program writes the results and, with `scale_ptr`, updates the scale. With
+    `norm_ptr` it decides a clipping as `clip_coefficient`, of which the other two get the results.
     """
     chunks_ptr = table_ptr + word
     # Programs take chunks in turn, so that all read one part of the list at a time.
@@ -430,13 +490,9 @@ def multi_tensor(
     fields = _load_chunk(chunks_ptr, chunk)
     factor = _load_factor(factor_ptr, FACTOR)
     of_values, of_squares = _multiplier(factor, FACTOR) if NORM else (factor, 1.0)
-    factors = (
-        of_values,
-        _load_coefficient(coefficient_ptr, norm_ptr, max_norm, largest)
-        if coefficient_ptr is not None
-        else None,
-    )
-    if coefficient_ptr is not None:
+    SCALES: tl.constexpr = coefficient_ptr is not None and not NORM
+    factors = of_values, tl.load(coefficient_ptr) if SCALES else None
+    if SCALES:
         # Where nothing changes, nothing is read.
         chunk = tl.where((factor == 1.0) & (factors[1] == 1.0), chunks, chunk)
     vector, lane = _lanes(DTYPE, THREADS)
@@ -501,11 +557,25 @@ def multi_tensor(
         if before.to(tl.int32) == tl.num_programs(0) - 1:
             tl.debug_barrier()
             found = before + seen >= _NOT_FINITE
-            results = (found_inf_ptr, sums_ptr, divisor_ptr, other_found_inf_ptr)
+            results = (found_inf_ptr, sums_ptr, coefficient_ptr, divisor_ptr, other_found_inf_ptr)
             state = (scale_ptr, growth_tracker_ptr, state_ptr)
             rule = (growth_factor, backoff_factor, growth_interval)
+            clip = (norm_ptr, max_norm, skip_above, norms_ptr, window)
             partials = (partials_ptr, all_chunks)
-            _finish(header_ptr, found, partials, factor_ptr, results, state, rule, NORM, ACCUMULATE)
+            _finish(
+                header_ptr,
+                found,
+                partials,
+                factor_ptr,
+                results,
+                state,
+                rule,
+                clip,
+                NORM,
+                LARGEST,
+                COMPARES,
+                ACCUMULATE,
+            )
 
 
 @_kernel
@@ -528,50 +598,6 @@ def update_scale(
     flag = _joint(flag, tl.load(found_inf_d_ptr))
     pointers = (scale_ptr, growth_tracker_ptr, state_ptr)
     _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_interval)
-
-
-@triton.jit
-def _is_spike(norms_ptr, window, norm, limit, is_finite):
-    """Whether a norm is too large, as `is_spike` of csrc/scale.h, in the same order of sums.
-
-    Norms of gradients that are not finite change nothing.
-    """
-    if norms_ptr is None:
-        return ~(norm <= limit)
-    else:
-        ring_ptr = norms_ptr + _NORM.RING
-        count = tl.load(norms_ptr + _NORM.COUNT).to(tl.int64)
-        spikes = tl.load(norms_ptr + _NORM.SPIKES)
-        patience = tl.load(norms_ptr + _NORM.PATIENCE)
-        restarts = tl.load(norms_ptr + _NORM.RESTARTS)
-        oldest = count % window
-        total = tl.zeros([], dtype=tl.float64)
-        place = oldest
-        while place < oldest + window:
-            total += tl.load(ring_ptr + tl.where(place < window, place, place - window))
-            place += 1
-        mean = total / window.to(tl.float64)
-        squares = tl.zeros([], dtype=tl.float64)
-        place = oldest
-        while place < oldest + window:
-            norm_then = tl.load(ring_ptr + tl.where(place < window, place, place - window))
-            squares += (norm_then - mean) * (norm_then - mean)
-            place += 1
-        deviation, least = tl.sqrt(squares / (window - 1).to(tl.float64)), mean * _LEAST_DEVIATION
-        most = mean + limit * tl.where(deviation > least, deviation, least)
-        is_usable = is_finite & (norm > 0.0) & (_magnitude(norm) < _INFINITY)
-        is_above = (count >= window) & ~(norm <= most)
-        restarted = is_above & is_usable & (spikes >= patience)
-        spiked = is_above & ~restarted
-        is_taken = is_usable & ~spiked
-        count = tl.where(restarted, 0, count)
-        # All threads have loaded the words that the first one now replaces.
-        tl.debug_barrier()
-        tl.store(ring_ptr + count % window, norm, mask=is_taken)
-        tl.store(norms_ptr + _NORM.COUNT, (count + 1).to(tl.float64), mask=is_taken)
-        tl.store(norms_ptr + _NORM.SPIKES, tl.where(spiked, spikes + 1.0, 0.0), mask=is_usable)
-        tl.store(norms_ptr + _NORM.RESTARTS, restarts + 1.0, mask=restarted)
-        return spiked
 
 
 @_kernel
@@ -603,15 +629,10 @@ def clip_coefficient(
         peak = _larger_or_nan(peak, tl.load(sums_ptr + 2 * row + 1))
         row += 1
     total = peak if LARGEST else tl.sqrt(squares)
-    norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm)
-    tl.store(norm_ptr, norm)
-    if coefficient_ptr is not None:
-        tl.store(coefficient_ptr, coefficient)
-    if divisor_ptr is not None:
-        tl.store(divisor_ptr, (tl.load(scale_ptr).to(tl.float64) / coefficient).to(tl.float32))
-    if found_inf_ptr is not None:
-        total = norm.to(tl.float32).to(tl.float64)
-        is_finite = tl.load(found_inf_ptr) == 0.0
-        spiked = _is_spike(norms_ptr, window, total, skip_above, is_finite)
+    flag = 0.0 if found_inf_ptr is None else tl.load(found_inf_ptr)
+    limits, results = (max_norm, skip_above), (norm_ptr, coefficient_ptr, divisor_ptr)
+    COMPARES: tl.constexpr = found_inf_ptr is not None
+    decided = _decide(total, limits, flag, results, scale_ptr, norms_ptr, window, COMPARES)
+    if COMPARES:
         tl.debug_barrier()
-        tl.store(found_inf_ptr, _SPIKE, mask=is_finite & spiked)
+        tl.store(found_inf_ptr, decided)

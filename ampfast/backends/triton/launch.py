@@ -77,10 +77,11 @@ update_scale = partial(core.triton_update_scale, _HERE)
 
 def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
     """Switches and compiler options of a pass."""
-    dtype, write, how, norm, is_last, accumulate, _ = switches
+    dtype, write, how, norm, largest, compares, is_last, accumulate, _ = switches
     triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
     options: dict[str, Any] = {"DTYPE": triton_dtype, "THREADS": _threads(device)}
     options |= {"WRITE": write, "FACTOR": int(how), "NORM": norm}
+    options |= {"LARGEST": largest, "COMPARES": compares}
     options |= {"IS_LAST": is_last, "ACCUMULATE": accumulate}
     options |= {"num_warps": 4, "enable_fp_fusion": False}
     if torch.version.hip is None:

@@ -19,14 +19,14 @@ from support.kernels import (
     guarded,
     mixed,
     normal,
+    run_check,
     run_clip,
-    run_clipped,
-    storage,
     window,
 )
 from support.models import SPIKE, Rule, assert_clipped, exact_norm, grads_in, random_norms
 
 from ampfast import Sigmas
+from ampfast.backends.core import Clip
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -101,22 +101,36 @@ def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
     assert_clipped(grads_in(optimizer), before, 3.0, norm, 0.5)
 
 
-@pytest.mark.parametrize("sums", [(7.0, 2.5), (INF, INF), (NAN, NAN)])
+@pytest.mark.parametrize("rule", [None, (3.0, None), (1.0, Sigmas(1.0, 2))], ids=str)
 @pytest.mark.parametrize("dtype", [*FLOATS, None], ids=str)
-def test_one_launch_clips_by_sums(dtype: torch.dtype | None, sums: tuple[float, float]) -> None:
-    """Norm, coefficient and products; where the coefficient is 1, no gradient is read."""
-    given = torch.tensor([sums], dtype=torch.float64)
-    for limit, wide, largest in itertools.product(
-        (0.7, 0.0, 1e4), (torch.float32, torch.float64), (False, True)
+def test_a_read_decides_as_a_launch_after_it(dtype: torch.dtype | None, rule: Any) -> None:
+    """Also without gradients, and of infinite ones."""
+    for wide, largest, bad in itertools.product(
+        (torch.float32, torch.float64), (False, True), (False, True)
     ):
-        sides = []
-        for kernels in (KERNELS, CPU_KERNELS):
-            grads = mixed()
-            if dtype is not None:
-                grads = [guarded(normal(window(dtype) + 9, dtype), 1), guarded(normal(5, dtype))]
-            norms = [torch.full((), NAN, dtype=wide) for _ in range(2)]
-            # Also without gradients.
-            for norm, listed in zip(norms, (grads, [torch.empty(0)]), strict=True):
-                run_clipped(kernels, grads_of(listed), given, limit, largest, norm)
-            sides.append([*norms, [storage(grad) for grad in grads]])
-        assert_same(sides[0], sides[1], f"{limit} {wide}")
+        grads = mixed()
+        if dtype is not None:
+            grads = [guarded(normal(window(dtype) + 9, dtype), 1), guarded(normal(5, dtype))]
+        if bad:
+            grads[-1].fill_(INF)
+        sides: list[list[Any]] = []
+        for is_one in (True, False):
+            above, sigmas = rule or (INF, None)
+            words = None if sigmas is None else Rule(sigmas).words()
+            sides.append([])
+            for listed in (grads, [torch.empty(0)], grads, grads):
+                outputs = [torch.full((), NAN, dtype=each) for each in (wide, torch.float64)]
+                outputs += [flag(8.0), flag(NAN)]
+                given, sums = grads_of(listed), torch.empty(2, dtype=torch.float64)
+                clip = Clip(None, 0.7, largest, *outputs, None, above, words)
+                found = run_check(
+                    KERNELS, given, flag(8.0), sums=sums, clip=clip if is_one else None
+                )
+                if not is_one:
+                    compared = None if rule is None else found
+                    run_clip(
+                        *(KERNELS, sums.reshape(1, 2), 0.7, largest, *outputs),
+                        *(compared, above, words),
+                    )
+                sides[-1].append([*outputs, found, None if words is None else words.clone()])
+        assert_same(*sides, f"{wide} {largest} {bad}")

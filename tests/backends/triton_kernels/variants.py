@@ -86,7 +86,7 @@ def of_clips(dtype: torch.dtype) -> list[Variant]:
     """The passes of a clipping of unscaled gradients."""
     return [
         Variant(dtype, False, Factor.NONE, norm=True),
-        Variant(dtype, True, Factor.NONE, clip=True),
+        *(Variant(dtype, False, how, True, clip=True) for how in (Factor.NONE, Factor.DIVIDE)),
     ]
 
 
@@ -175,6 +175,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
     update = Update(one, tracker, flags, 2.0, 0.5, 2000, STATE.to(device))
     track = track_for(1, device=device) if variant.marks else None
     wide = torch.promote_types(variant.dtype, torch.float32)
+    defers = variant.how == Factor.DIVIDE
     return Pass(
         variant.write,
         variant.how,
@@ -182,7 +183,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         one,
         variant.accumulate,
         coefficient=one.double() if variant.coefficient else None,
-        clip=clip_of(wide, False, False, False, device) if variant.clip else None,
+        clip=clip_of(wide, False, defers, defers, device) if variant.clip else None,
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         **({} if track is None else track._asdict()),
         ending=Ending(update) if variant.updates else None,
