@@ -285,8 +285,7 @@ void Finder::agree(const Turn& turn) {
 // Whether kernels can decide a clip where its norm is.
 bool Finder::decides(const ClipObject& clip) {
   const at::Device device = clip.norm.device();
-  return !backend_on(device).is_torch && clip.coefficient.scalar_type() == at::kDouble &&
-         !is_observed() &&
+  return !backend_on(device).is_torch && !is_observed() &&
          (!clip.scale.defined() || (is_scalar(clip.scale, at::kFloat, kKernelDevices) &&
                                     clip.scale.device() == device));
 }
@@ -408,16 +407,11 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
   }
 }
 
-// Refuses what cannot be written; what shares memory is unscaled before it is measured, and all
-// else, if nothing is left to clip, as it is measured.
+// Refuses what cannot be written; of a clip, what shares memory is unscaled before it is measured,
+// and all else, if nothing is left to clip, as it is measured.
 void Finder::Norm::prepare() {
-  const bool is_scaled = any(Use::kScaled) || any(Use::kDeferred);
-  const bool writes =
-      std::any_of(terms.begin(), terms.end(), [](const Term& t) { return t.writes; });
-  if (is_scaled && !is_read && (aim != Aim::kStep || writes) && share_memory()) {
-    // Norms that are only kept change nothing.
-    const bool matters = aim != Aim::kStep || !rule.is_none();
-    if (matters && !std::exchange(finder.warned_of_shared_memory, true)) {
+  if (aim == Aim::kClip && (any(Use::kScaled) || any(Use::kDeferred)) && share_memory()) {
+    if (!std::exchange(finder.warned_of_shared_memory, true)) {
       of_python("ampfast.gradients", "warn_of_shared_memory")();
     }
     unscale_first();
@@ -454,9 +448,7 @@ void Finder::Norm::unscale_first() {
     if (term.use != Use::kAsTheyAre) {
       term.found = finder.find(term.optimizer, finder.reading(true, finder.allow_fp16), true);
       term.found->require_unscalable();
-      if (aim != Aim::kStep) {
-        term.found->require_writable();
-      }
+      term.found->require_writable();
     }
   }
   for (Term& term : terms) {
@@ -624,7 +616,9 @@ void Finder::Norm::measure() {
   clip->max_norm = max_norm;
   clip->largest = order != 2;
   clip->norm = allocated({}, is_wide ? wide : options);
-  clip->coefficient = allocated({}, wide);
+  if (is_clip) {
+    clip->coefficient = allocated({}, wide);
+  }
   if (any(Use::kDeferred) && !is_read) {
     clip->scale = finder.dividing->factor;
     clip->divisor = allocated({}, at::TensorOptions(at::kFloat).device(here));
@@ -670,7 +664,8 @@ void Finder::Norm::decide() {
 void Finder::Norm::write() {
   for (Term& term : terms) {
     term.turn.agreed();
-    if (aim != Aim::kClipDecided && !(aim == Aim::kStep && term.use == Use::kDeferred)) {
+    const bool is_kept = aim == Aim::kStep && term.use == Use::kDeferred;
+    if (aim != Aim::kClipDecided && !is_kept && !term.unscales) {
       term.turn.begin(py::none());
     }
   }
