@@ -286,8 +286,8 @@ void Finder::agree(const Turn& turn) {
 bool Finder::decides(const ClipObject& clip) {
   const at::Device device = clip.norm.device();
   return !backend_on(device).is_torch && !is_observed() &&
-         (!clip.scale.defined() || (is_scalar(clip.scale, at::kFloat, kKernelDevices) &&
-                                    clip.scale.device() == device));
+         (!clip.scale.defined() ||
+          (is_scalar(clip.scale, at::kFloat, kKernelDevices) && clip.scale.device() == device));
 }
 
 void Finder::decide(const std::shared_ptr<ClipObject>& clip) {
@@ -665,7 +665,9 @@ void Finder::Norm::write() {
   for (Term& term : terms) {
     term.turn.agreed();
     const bool is_kept = aim == Aim::kStep && term.use == Use::kDeferred;
-    if (aim != Aim::kClipDecided && !is_kept && !term.unscales) {
+    if (term.unscales) {
+      term.turn.unscaled();  // says "skip" since it was measured, if it has gradients
+    } else if (aim != Aim::kClipDecided && !is_kept) {
       term.turn.begin(py::none());
     }
   }

@@ -208,7 +208,7 @@ Flags Found::run(const Pass& pass, const Running& how) {
     if (!batch.list) {
       flag = run_aside(batch.aside, here);
     } else if (batch.launcher != nullptr) {
-      flag = run_on(batch.launcher, *batch.list, here);
+      flag = run_on(batch.launcher, *batch.list, std::move(here));
     } else {
       const bool is_turns = is_whole && pass.write && how.turn != nullptr;
       flag = run_on_cpu(*batch.list, here, is_turns ? how.turn->flag() : at::Tensor());

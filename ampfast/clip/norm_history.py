@@ -333,17 +333,13 @@ class NormHistories:
     Args:
         records: The records of the optimizers, which have their histories.
         saved: What `saved` returned, for optimizers yet to come.
-
-    Attributes:
-        is_compared: Whether a norm was compared with a limit in this iteration.
     """
 
     def __init__(self, records: Records, saved: Iterable[Saved] = ()) -> None:
         self._records = records
         # Of a checkpoint or a pickle, by place, for optimizers yet to come.
         self._loaded = dict(enumerate(map(dict, saved)))
-        # Whether to warn if no norm was compared in an iteration.
-        self.is_compared, self._warns = False, True
+        self._warns = True
 
     def of(self, record: Record, rule: Sigmas | ClipLimit, device: torch.device) -> History:
         """Returns the optimizer's history of a rule, on a device."""
@@ -363,16 +359,15 @@ class NormHistories:
         known.rule = rule
         return known  # type: ignore[no-any-return]
 
-    def end_iteration(self) -> None:
-        """Ends an iteration with a default limit; warns once if no norm was compared with it."""
-        if self._warns and not self.is_compared:
+    def warn_of_no_use(self) -> None:
+        """Warns once, at the end of an iteration, that no norm was compared with a default limit."""
+        if self._warns:
             self._warns = False
             warn_caller(
                 "skip_above had no effect: since the last update() no gradient norm was compared "
                 "with it. Where a method of the scaler is overridden, or an optimizer's step takes "
                 "grad_scaler, only scaler.clip_grad_norm_ compares."
             )
-        self.is_compared = False
 
     def window(self, optimizer: Any = None) -> list[float]:
         """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""

@@ -865,11 +865,11 @@ class GradScaler(TorchGradScaler):
         """Ends an iteration, which counts as a step unless the caller only set the scale."""
         self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
-        loss_scale.norms = []
+        norms, loss_scale.norms = loss_scale.norms, []
         if not is_step:
             return
-        if self._skip_above is not None:
-            self._norm_histories.end_iteration()
+        if not norms and self._skip_above is not None:
+            self._norm_histories.warn_of_no_use()
         watch, log, words = self._skip_watch, self._skip_log, loss_scale.words
         watch.due -= 1
         log.due -= 1

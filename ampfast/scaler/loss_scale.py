@@ -106,13 +106,13 @@ class LossScale:
     Attributes:
         limits: Limits and hysteresis.
         words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
-        norms: Ids of optimizers, their joint norm and its order, as measured in this iteration.
+        norms: Optimizers, their joint norm and its order, as measured in this iteration.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.words: Tensor | None = None
-        self.norms: list[tuple[frozenset[int], Tensor, float]] = []
+        self.norms: list[tuple[list[Any], Tensor, float]] = []
         # What was loaded before there are words.
         self._tolerated = 0
 
@@ -176,7 +176,8 @@ class LossScale:
         A norm replaces those before of subsets of its optimizers, and is none of a superset's.
         """
         found: dict[frozenset[int], tuple[Tensor, float]] = {}
-        for ids, norm, order in self.norms:
+        for optimizers, norm, order in self.norms:
+            ids = frozenset(map(id, optimizers))
             if not any(ids < others for others in found):
                 found = {each: known for each, known in found.items() if not ids & each}
                 found[ids] = norm, order

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _SCALED, _DEFERRED, _AS_THEY_ARE = [Use.SCALED], [Use.DEFERRED], [Use.AS_THEY_ARE]
 # Members of enums, which are slow to read from a class.
 _MEASURE, _STEP, _CLIP, _CLIP_DECIDED = Aim
-_OF_A_STEP = _STEP, math.inf, 2.0
 
 
 class Passes:
@@ -82,7 +81,7 @@ class Passes:
         if self._scale is not scale:
             self._take_scale(scale)
         if self.measures:
-            self._norm([optimizer], [turn], _SCALED, *_OF_A_STEP, self._skip_above, scale)
+            self._norm([optimizer], [turn], _SCALED, self._skip_above, scale)
             return
         self._finder.take(optimizer, turn, self._unscaling, False)
 
@@ -104,7 +103,7 @@ class Passes:
         if self._scale is not scale:
             self._take_scale(scale)
         if self.measures and not turn.is_measured:
-            self._norm([optimizer], [turn], _DEFERRED, *_OF_A_STEP, self._skip_above, scale)
+            self._norm([optimizer], [turn], _DEFERRED, self._skip_above, scale)
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
@@ -145,7 +144,7 @@ class Passes:
             self._know(scale)
         follows = limit if isinstance(limit, float) else self._follower(turns[0], limit)
         aim = _CLIP_DECIDED if is_decided else _CLIP
-        return self._norm(optimizers, turns, uses, aim, follows, order, highest, scale)
+        return self._norm(optimizers, turns, uses, highest, scale, aim, follows, order)
 
     def measure(
         self,
@@ -163,7 +162,7 @@ class Passes:
         norm: Tensor = self._finder.norm(*given)
         if scale is not None and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
-            self._loss_scale.norms.append((frozenset(map(id, optimizers)), norm, order))
+            self._loss_scale.norms.append((optimizers, norm, order))
         return norm
 
     def agree_beside_hooks(self, optimizer: Any, turn: Turn, scale: Tensor | None) -> Flags:
@@ -199,11 +198,11 @@ class Passes:
         optimizers: list[Any],
         turns: list[Turn],
         uses: list[Use],
-        aim: Aim,
-        limit: Any,
-        order: float,
         highest: float | Sigmas | None,
         scale: Any,
+        aim: Aim = _STEP,
+        limit: Any = math.inf,
+        order: float = 2.0,
     ) -> Tensor:
         history: Any = None
         rule: Any = None
@@ -214,8 +213,7 @@ class Passes:
             rule = highest, None
         norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, limit, order, rule)
         if scale is not None:
-            self._loss_scale.norms.append((frozenset(map(id, optimizers)), norm, order))
-        self._histories.is_compared |= highest is not None
+            self._loss_scale.norms.append((optimizers, norm, order))
         if rule is not None:
             for turn in turns:
                 turn.may_spike = True

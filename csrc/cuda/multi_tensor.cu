@@ -185,7 +185,7 @@ __device__ void read(const Launch& launch) {
   }
 
 // The kernels over a table of one dtype.
-#define AMPFAST_KERNELS(TABLE, FORMAT)                                         \
+#define AMPFAST_KERNELS(TABLE, FORMAT)                                  \
   AMPFAST_KERNEL(check_##TABLE, pass<FORMAT, false, false, false>)      \
   AMPFAST_KERNEL(check_norm_##TABLE, pass<FORMAT, false, true, false>)  \
   AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false>)     \

@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, Any], set[str]]] = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_change_nothing(feature: str, world: Any, monkeypatch: Any) -> None:
     # Which warns where a program compared no norm with the limit.
-    monkeypatch.setattr(NormHistories, "end_iteration", lambda _: None)
+    monkeypatch.setattr(NormHistories, "warn_of_no_use", lambda _: None)
     more, changed = FEATURES[feature]
     sides = (*VARIANTS["plain"][:2], more or {"process_group": world})
     for seed in range(FIRST, FIRST + PROGRAMS // 15):
