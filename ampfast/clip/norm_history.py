@@ -360,7 +360,7 @@ class NormHistories:
         return known  # type: ignore[no-any-return]
 
     def warn_of_no_use(self) -> None:
-        """Warns once, at the end of an iteration, that no norm was compared with a default limit."""
+        """Warns once that an iteration compared no norm with a default limit."""
         if self._warns:
             self._warns = False
             warn_caller(
