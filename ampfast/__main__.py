@@ -23,14 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ampfast {ampfast.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
     commands.add_parser(
         "info",
-        parents=[common],
         help="versions, devices and available backends",
         description="Prints versions, devices, each backend with the reason where it cannot run, "
-        "and which backend the gradients of each device get.",
+        "and which backend the gradients of each device get, as one JSON object.",
     )
     commands.add_parser(
         "check",
@@ -79,7 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     compare = commands.add_parser(
         "compare",
-        parents=[common],
         help="your training script with torch's scaler and with ampfast's, side by side",
         description="Runs a script three times, unedited, each time in a process of its own: with "
         "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
@@ -92,6 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     compare.add_argument(
         "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
+    )
+    compare.add_argument(
+        "--json", dest="as_json", action="store_true", help="print one JSON object"
     )
     for command in (run, compare):
         command.add_argument(

@@ -84,7 +84,7 @@ def main() -> None:
     demand("unpatch() gives it back", torch.amp.GradScaler is original)
 
     demand("`--version` runs", ampfast.__version__ in said("--version"))
-    facts = json.loads(said("info", "--json"))
+    facts = json.loads(said("info"))
     demand("`info` runs", facts["devices"][0]["backend"] == "cpu")
     demand("`check` finds no difference", "Nothing differs." in said("check"))
 

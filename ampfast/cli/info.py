@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -15,17 +16,17 @@ from ampfast import backends
 from ampfast.backends import core, cuda
 
 SCHEMA = 1
-_CHECK = "python -m ampfast check compares it with torch on this machine."
 
 
-def run(*, as_json: bool) -> int:
-    """Prints the result of :func:`collect`, as text or JSON; returns the exit code 0."""
-    print(json.dumps(collect(), indent=2) if as_json else f"{describe(collect())}\n\n{_CHECK}")
+def run() -> int:
+    """Prints the result of :func:`collect` as JSON; returns the exit code 0."""
+    print(json.dumps(collect(), indent=2))
+    print("python -m ampfast check compares it with torch on this machine.", file=sys.stderr)
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Collects the facts that ``python -m ampfast info --json`` prints.
+    """Collects the facts that ``python -m ampfast info`` prints.
 
     Returns:
         A dict of plain values; with the same ``schema``, keys are only ever added.
@@ -67,23 +68,6 @@ def collect() -> dict[str, Any]:
         ],
         "AMPFAST_BACKEND": os.environ.get("AMPFAST_BACKEND"),
     }
-
-
-def describe(facts: dict[str, Any]) -> str:
-    """Formats the result of :func:`collect` as text, one fact per line."""
-    lines = []
-    for title, found in facts.items():
-        if isinstance(found, dict):
-            lines += ["", title, *(f"  {name:16}  {value}" for name, value in found.items())]
-        elif isinstance(found, list):
-            lines += ["", title]
-            for first, *others in map(list, map(dict.items, found)):
-                known = (f"{name} {value}" for name, value in others if value not in (None, "", []))
-                told = ", ".join(known)
-                lines.append(f"  {first[1]:16}  {told}")
-        else:
-            lines += ["", f"{title}  {found}"]
-    return "\n".join(lines[1:])
 
 
 def _devices() -> list[dict[str, Any]]:

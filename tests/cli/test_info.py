@@ -46,24 +46,9 @@ def test_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [key for key in [*facts, *nested] if f"``{key}``" not in documented] == []
 
 
-def test_text_has_every_fact() -> None:
-    facts = info.collect()
-    text = info.describe(facts)
-    for version in facts["versions"].values():
-        assert str(version) in text
-    below = text[text.index("backends") :].splitlines()
-    for backend in facts["backends"]:
-        line = next(line for line in below if line.split()[:1] == [backend["name"]])
-        assert f"available {backend['available']}" in line and backend["reason"] in line
-    for device in facts["devices"]:
-        assert device["name"] in text
-        assert f"backend {device['backend']}" in text
-    assert not any(line.endswith(" ") for line in text.splitlines())
-
-
 @pytest.mark.parametrize("kind", ["unknown", "unavailable"])
 def test_backend_of_the_environment_that_cannot_run(
-    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unavailable = [report.name for report in backends.report() if not report.available]
     if kind == "unavailable" and not unavailable:
@@ -75,8 +60,6 @@ def test_backend_of_the_environment_that_cannot_run(
     cpu = facts["devices"][0]
     assert cpu["backend"] is None
     assert name in cpu["error"]
-    assert command_line.main(["info"]) == 0
-    assert f"error {cpu['error']}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("described", [True, False], ids=["described", "not described"])
@@ -94,12 +77,10 @@ def test_accelerators_are_listed(described: bool, monkeypatch: pytest.MonkeyPatc
     expected = (3 * 2**30, "9.0", "Some Card") if described else (None, None, "cuda")
     assert (card["memory_bytes"], card["capability"], card["name"]) == expected
     assert card["backend"] == "for cuda:1"
-    line = next(line for line in info.describe(facts).splitlines() if "cuda:1" in line)
-    assert ("memory_bytes 3221225472, capability 9.0" in line) is described
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["info", "--json"]) == 0
+    assert command_line.main(["info"]) == 0
     assert json.loads(capsys.readouterr().out) == info.collect()
     assert command_line.main([]) == 2
     assert "usage: python -m ampfast" in capsys.readouterr().out
