@@ -36,9 +36,6 @@ class Guarded:
         self.scaler = scaler
         self._undo: list[Callable[[], object]] = []
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.scaler!r}>"
-
     def remove(self) -> None:
         """Gives the trainer back what it had before."""
         while self._undo:
@@ -249,16 +246,15 @@ class _Figures:
     def begin(self, step: int | None, end: float, *, is_first_rank: bool) -> None:
         if step is not None:
             self._scaler._skip_log.first = step - self._scaler.stats().steps
-        steps = end - (step or 0)
-        rule, norms = self._scaler.skip_above, self._scaler._norm_histories.window()
-        wanted = rule.window - len(norms) if isinstance(rule, Sigmas) and is_first_rank else 0
-        if wanted > 0:
-            text = "spikes are compared once %d more steps were taken, the window of Sigmas; until "
-            text += "then only inf and NaN are skipped"
+        steps, rule = end - (step or 0), self._scaler.skip_above
+        if is_first_rank and isinstance(rule, Sigmas):
+            wanted = rule.window - len(self._scaler._norm_histories.window())
             if steps <= wanted:
-                text += f": in this training of {steps:g} steps no spike. Set a smaller window, or "
-                text += "a number as skip_above"
-            _logger.log(logging.WARNING if steps <= wanted else logging.INFO, text, wanted)
+                _logger.warning(
+                    "Sigmas compares norms once %d more steps were taken: in this training of %g "
+                    "steps it skips no spike. Set a smaller window, or a number as skip_above",
+                    *(wanted, steps),
+                )
 
     def take(self, write: Callable[[dict[str, float]], object], *, is_first_rank: bool) -> None:
         found = figures(self._scaler, since=self._steps)
