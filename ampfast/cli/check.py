@@ -91,11 +91,9 @@ def _of_lists(device: torch.device, name: str, dtype: torch.dtype) -> list[str]:
             scaler.unscale_(optimizer)
             theirs, flag, beside = _by_torch(grads, device, scale)
             found = float(scaler.found_inf(optimizer)) != 0
-            equal = [
-                _is_same(p.grad.cpu(), t) for p, t in zip(_params(optimizer), theirs, strict=True)
-            ]
-            if not all(equal) or found is not flag:
-                where = [number for number, same in enumerate(equal) if not same]
+            pairs = zip(_params(optimizer), theirs, strict=True)
+            where = [i for i, (p, t) in enumerate(pairs) if not _is_same(p.grad.cpu(), t)]
+            if where or found is not flag:
                 return [f"DIFFERS: {kind}, scale {scale:g}, tensors {where}, flag {found}"]
             count += 1
     grads = _grads(dtype, 4.0, None)
@@ -145,19 +143,16 @@ def _by_torch(
     grads: list[Tensor], device: torch.device, scale: float
 ) -> tuple[list[Tensor], bool, str]:
     """What torch's op makes of gradients, and its flag; on the CPU where the device has no op."""
-    for place in dict.fromkeys((device, torch.device("cpu"))):
-        inverse = allocate(torch.tensor, scale, dtype=torch.float64, device="cpu").reciprocal()
-        here = [each.to(place, copy=True) for each in grads]
-        flag = allocate(torch.zeros, 1, dtype=torch.float32, device=place)
-        try:
-            torch._amp_foreach_non_finite_check_and_unscale_(here, flag, inverse.float().to(place))
-        except (NotImplementedError, RuntimeError):
-            if place.type == "cpu":
-                raise
-            continue
-        beside = "" if place == device else " on the CPU"
-        return [each.cpu() for each in here], bool(flag), beside
-    raise AssertionError
+    inverse = allocate(torch.tensor, scale, dtype=torch.float64, device="cpu").reciprocal()
+    here = [each.to(device, copy=True) for each in grads]
+    flag = allocate(torch.zeros, 1, dtype=torch.float32, device=device)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(here, flag, inverse.float().to(device))
+    except (NotImplementedError, RuntimeError):
+        if device.type == "cpu":
+            raise
+        return *_by_torch(grads, torch.device("cpu"), scale)[:2], " on the CPU"
+    return [each.cpu() for each in here], bool(flag), ""
 
 
 def _trainings(device: torch.device) -> list[str]:

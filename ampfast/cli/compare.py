@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 4
-# Share of a step below which a scaler does not matter.
-_SMALL = 0.02
 # Quotient of the times of torch's two runs up to which times of whole steps are printed.
 _QUIET = 1.05
 
@@ -160,7 +158,7 @@ def _first(differences: list[dict[str, tuple[int, str, str]]]) -> int | None:
 
 def describe(facts: dict[str, Any]) -> str:
     """Formats the comparison as text."""
-    lines, share = [], 0.0
+    lines = []
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
         lines += _table(*(scaler[side] for side in ("torch", "ampfast", "again")))
@@ -173,15 +171,9 @@ def describe(facts: dict[str, Any]) -> str:
             else:
                 lines.append(f"{name}: equal bit for bit")
         lines.append("")
-        share += scaler["torch"]["medians"].get("share", 1.0)
     step = facts["torch_again"]["first_difference"]
     told = f"differs from the first at step {step}: {_UNSEEDED}" if step else "equals the first."
     lines += [f"A second run with torch's scaler {told}", _VERDICTS[facts["verdict"]]]
-    if share < _SMALL:
-        lines.append(
-            f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
-            "program it does not matter which one it has."
-        )
     return "\n".join(lines)
 
 

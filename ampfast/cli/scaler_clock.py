@@ -41,8 +41,7 @@ def checksum(tensor: Tensor) -> int:
     """
     values = local_of(tensor).detach()
     values = (values if values.layout is torch.strided else values.to_dense()).cpu()
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    if values.is_floating_point() and values.element_size() > 1:
+    if values.element_size() > 1 and (values.is_floating_point() or values.is_complex()):
         values = values.where(values == values, math.nan)
     bits: Any = values.reshape(-1).view(torch.uint8).numpy()
     return int.from_bytes(blake2b(bits, digest_size=8).digest(), "big")
@@ -151,16 +150,14 @@ class ScalerClock:
 
     def weights(self) -> int:
         """Returns a checksum of the parameters of all optimizers that stepped."""
-        totals = []
+        found = []
         for optimizer in self._optimizers.values():
-            found = []
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     # Other layouts have no bits, such as a nested tensor's.
                     with suppress(RuntimeError, TypeError, ValueError):
                         found.append(checksum(parameter))
-            totals.append(hash(tuple(found)))
-        return hash(tuple(sorted(totals)))  # threads may step in any order
+        return hash(tuple(sorted(found)))  # threads may step in any order
 
     def _hold(self, *arguments: Any) -> None:
         for optimizer in arguments:
