@@ -45,65 +45,53 @@ class SkipWatch:
     def _limit(self) -> float:
         return min(self.most or math.inf, _WARNED_AT if self._warns else math.inf)
 
-    def ends(self, words: Tensor) -> bool:
-        """Whether `most` steps in a row were skipped, as far as the host knows; no host sync.
+    def see(self, words: Tensor, scaler: Any) -> None:
+        """Raises if `most` steps in a row were skipped, as far as the host knows; no host sync.
 
         Warns once of very many, unless fewer end the training. Where ranks are to raise, they wait
         for the counts of the step before, to know the same.
 
         Args:
             words: State of the scaler.
+            scaler: The scaler.
         """
         if is_capturing() or isinstance(words, FakeTensor):
-            return False
+            return
         waits = self.most is not None and dist.is_available() and dist.is_initialized()
         # The next copy would be old when it is asked for.
         counts = self._copies.latest(words[: layout.COUNTERS], waits, again=False)
         if counts is None:
-            return False
+            return
         skips = counts[layout.CONSECUTIVE_SKIPS]
         if self.most is not None and skips >= self.most:
             self.due = 1  # each further skip is too many, too
-            return True
+            stats, report = scaler.stats(), scaler._report_or_reason()
+            told = _told(stats, f", and max_skips is {self.most}")
+            advice = _advice(stats).lstrip() if report is None else report
+            raise FloatingPointError(f"{told}\n{advice}")
         warns = self._warns and skips >= _WARNED_AT
         self._warns = self._warns and not warns
         self.due += self._limit - skips
         if warns:
-            warn_caller(_warning(counts))
-        return False
-
-    def error(self, stats: ScalerStats, report: object) -> FloatingPointError:
-        """Returns the error for these counts.
-
-        Args:
-            stats: Counts of the scaler.
-            report: Which parameters overflowed; None if that is not known.
-        """
-        scale = f"; the scale is {stats.scale:g}" * bool(stats.backoffs)
-        advice = _advice(stats.skipped, stats.spikes).lstrip()
-        return FloatingPointError(
-            f"{stats.consecutive_skips} steps in a row were skipped, and max_skips is {self.most}. "
-            f"Of {stats.steps} steps {stats.skipped} were skipped, {stats.spikes} of them for "
-            f"their norm{scale}.\n{advice if report is None else report}"
-        )
+            stats = scaler.stats()
+            warn_caller(f"{_told(stats)}{_advice(stats)} max_skips=... ends such a training.")
 
 
-def _warning(counts: list[int]) -> str:
-    skips = counts[layout.CONSECUTIVE_SKIPS]
-    steps, skipped, spikes = (counts[getattr(layout, n)] for n in ("STEPS", "SKIPPED", "SPIKES"))
+def _told(stats: ScalerStats, limit: str = "") -> str:
+    scale = f"; the scale is {stats.scale:g}" * bool(stats.backoffs)
     return (
-        f"{skips} steps in a row were skipped. Of {steps} steps {skipped} were skipped, {spikes} "
-        f"of them for their norm.{_advice(skipped, spikes)} max_skips=... ends such a training."
+        f"{stats.consecutive_skips} steps in a row were skipped{limit}. Of {stats.steps} steps "
+        f"{stats.skipped} were skipped, {stats.spikes} of them for their norm{scale}."
     )
 
 
-def _advice(skipped: int, spikes: int) -> str:
+def _advice(stats: ScalerStats) -> str:
     text = ""
-    if skipped > spikes:
+    if stats.skipped > stats.spikes:
         text += (
             " For inf or NaN in every step look into the model and its input: "
             "ampfast.find_nonfinite(model) names the module, track='overflow' the parameters."
         )
-    if spikes:
+    if stats.spikes:
         text += " Where every norm is above the limit, set a higher skip_above."
     return text
