@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class Record:
     """What a scaler knows of one optimizer, for as long as that lives.
 
     Attributes:
+        optimizer: Returns it, or None once it is deleted.
         kind: Name of its class.
         turn: Its last turn.
         divides: What decides whether its step divides by the scale, and the answer; or None.
@@ -77,6 +79,7 @@ class Record:
     """
 
     def __init__(self, optimizer: Any) -> None:
+        self.optimizer: Callable[[], Any] = lambda: optimizer
         self.kind = type(optimizer).__name__
         self.turn = Turn(stage=READY, found_inf_per_device={})
         self.divides: tuple[list[Any], bool] | None = None
@@ -94,14 +97,13 @@ class Records:
 
     def __init__(self) -> None:
         self.known: dict[int, Record] = {}
-        self._references: dict[int, list[Callable[[], object]]] = {}
 
     def __iter__(self) -> Iterator[tuple[Any, Record]]:
         """Iterates over living optimizers and their records, in order of their first turn."""
-        for key, references in list(self._references.items()):
-            optimizer = references[0]()
+        for record in list(self.known.values()):
+            optimizer = record.optimizer()
             if optimizer is not None:
-                yield optimizer, self.known[key]
+                yield optimizer, record
 
     def get(self, optimizer: object) -> Record | None:
         """Returns the record of an optimizer, or of that in a trainer's, if it had a turn."""
@@ -136,14 +138,10 @@ class Records:
         key = id(optimizer)
         if key in self.known:
             return self.known[key]
-        record = Record(optimizer)
-        self.known[key] = record
-        # No Python code, in which an interrupt would be lost and with it the end of the record.
-        ends = [partial(each.pop, key) for each in (self.known, self._references)]
-        try:
-            self._references[key] = [weakref.ref(optimizer, end) for end in ends]
-        except TypeError:
-            self._references[key] = [lambda: optimizer]
+        record = self.known[key] = Record(optimizer)
+        with suppress(TypeError):  # It may take no weak reference.
+            # No Python code, in which an interrupt would be lost and with it the end of the record.
+            record.optimizer = weakref.ref(optimizer, partial(self.known.pop, key))
         return record
 
 

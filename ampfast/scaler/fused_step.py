@@ -58,13 +58,9 @@ def step_fused(
             turn.divisor = None
         raise
     finally:
-        # Without a call or loop, in which an interrupt would leave one.
+        # In one statement without a call, in which an interrupt would leave one.
         try:  # noqa: SIM105
-            del optimizer.grad_scale
-        except AttributeError:
-            pass
-        try:  # noqa: SIM105
-            del optimizer.found_inf
+            del optimizer.grad_scale, optimizer.found_inf
         except AttributeError:
             pass
 
@@ -76,28 +72,21 @@ def _found_by_division(
     if passes.is_guard and turn["stage"] is READY:
         passes.unscale(optimizer, turn, scale)
     is_unscaled, is_new = turn["stage"] is UNSCALED, False
-    deferred = turn.divisor
-    if deferred is not None:
+    grad_scale: Any = None
+    if turn.divisor is not None:
         if hasattr(optimizer, "grad_scale"):
             raise own_grad_scale(optimizer)
-        grad_scale: Any = deferred.clone()
-    elif is_unscaled:
-        grad_scale = getattr(optimizer, "grad_scale", None)
-    elif hasattr(optimizer, "grad_scale"):
-        grad_scale = scale * optimizer.grad_scale
-        if passes.measures:
-            grad_scale = passes.check_by_scale(optimizer, turn, grad_scale)
-            is_new = True
-    else:
-        grad_scale, is_new = passes.check_by_scale(optimizer, turn, scale), True
-    if not is_new and deferred is None and isinstance(grad_scale, Tensor):
-        work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
-        found = new_turn() if is_unscaled else turn
+        grad_scale = turn.divisor.clone()
+    elif not is_unscaled:
+        by = scale * optimizer.grad_scale if hasattr(optimizer, "grad_scale") else scale
+        grad_scale, is_new = passes.check_by_scale(optimizer, turn, by), True
+    elif isinstance(grad_scale := getattr(optimizer, "grad_scale", None), Tensor):
+        found = new_turn()
         found.record = turn.record
+        work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
         flags = passes.check(optimizer, found, work, scale)
-        if is_unscaled:
-            # What unscale_ found counts too; in new tensors, for a caller may hold its own.
-            turn["found_inf_per_device"] = joint_flags(turn["found_inf_per_device"], flags)
+        # What unscale_ found counts too; in new tensors, for a caller may hold its own.
+        turn["found_inf_per_device"] = joint_flags(turn["found_inf_per_device"], flags)
     flags = turn["found_inf_per_device"]
     if is_new and not turn.may_spike and len(flags) == 1 and scale.device in flags:
         # Exactly 0 or 1; only another's optimizer may write it.
