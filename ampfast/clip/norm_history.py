@@ -227,11 +227,10 @@ class History:
     Attributes:
         words: Floats of the widest dtype of the device.
         rule: The rule as it was last given.
-        is_captured: Whether a CUDA graph captured a step, whose replays ask for nothing.
     """
 
     def __init__(self, rule: Sigmas | ClipLimit, saved: list[float], device: torch.device) -> None:
-        self.rule, self.is_captured, self._clips = rule, False, 0
+        self.rule, self._clips = rule, 0
         dtype, size = scalars.widest(device), norm_layout.RING + _window_of(rule)
         size += isinstance(rule, Percentile)
         self.words = scalars.allocate(torch.zeros, size, dtype=dtype, device=device)
@@ -279,7 +278,6 @@ class History:
         """Warns of a restart or of many clips; on a GPU from a copy that has arrived."""
         # Without CUDA, no further frame of Python.
         if torch.cuda.is_initialized() and is_capturing():
-            self.is_captured = True
             return
         header: list[float] | None = None
         self._clips += 1
@@ -325,10 +323,9 @@ def _counted(header: list[float], norms: list[float]) -> list[float]:
 class NormHistories:
     """The norms of the steps of each optimizer, for limits that follow them.
 
-    They are saved in the order in which optimizers first met one. Loaded norms belong to
-    the optimizers that meet one next, in this order, which alone tells which of the checkpoint's
-    optimizers is which one here. An optimizer whose limit was captured gets those in its place at
-    once, in the same memory: replays ask for nothing.
+    They are saved in the order in which optimizers first met one, which alone tells which of the
+    checkpoint's optimizers is which one here. Loaded norms belong to the known ones, in the same
+    memory, since a captured graph asks for nothing, and then to those that meet one next.
 
     Args:
         records: The records of the optimizers, which have their histories.
@@ -393,18 +390,16 @@ class NormHistories:
         return [list(saved[place].items()) for place in self._places()]
 
     def load(self, saved: list[Saved]) -> None:
-        """Takes what `saved` returned, for captured limits and those to come."""
-        places, known = self._places(), self._known()
+        """Takes what `saved` returned, for known optimizers and then for those to come."""
+        places = self._places()
         self._loaded = dict(enumerate(map(dict, saved)))
-        for record in known:
-            histories, place = record.norms, places.index(record.place or 0)
-            record.norms, record.place = {}, None
-            kept = {name: h for name, h in histories.items() if getattr(h, "is_captured", False)}
-            if kept:
-                record.norms, record.place = {**self._loaded.pop(place, {})}, place
-                for name, history in kept.items():
-                    history.load(_saved(record).get(name, []))
-                    record.norms[name] = history
+        for record in self._known():
+            record.place = places.index(record.place or 0)
+            mine = self._loaded.pop(record.place, {})
+            known = {name: each for name, each in record.norms.items() if type(each) is History}
+            for name, history in known.items():
+                history.load(mine.pop(name, []))
+            record.norms = {**known, **mine}
 
 
 def _saved(record: Record) -> dict[str, list[float]]:

@@ -532,13 +532,13 @@ def test_another_window_keeps_the_last_norms_and_spikes_do_not_join() -> None:
 
 @BY_RULE
 def test_loaded_norms_of_all_rules_go_to_the_same_optimizer(rule: Any) -> None:
-    """The one that clips first after loading, whatever it had."""
+    """The one that had its place."""
     scaler, both = started(), [sgd_with(torch.ones(2)), sgd_with(torch.ones(2))]
     for optimizer in both:
         moved(scaler, optimizer, 1.0, rule, skip_above=Sigmas())
     scaler.load_state_dict(scaler.state_dict())
     moved(scaler, both[1], 1.0, rule, skip_above=Sigmas())
-    for which, count in enumerate((2, 1)):
+    for which, count in enumerate((1, 2)):
         assert [words[0] for words in words_in(scaler, which).values()] == [count, count]
 
 
@@ -557,7 +557,7 @@ def test_a_captured_limit_takes_loaded_norms_in_its_memory(rule: Any, monkeypatc
     scaler.update()
     pretend_capture(monkeypatch)
     with pytest.raises(RuntimeError, match=f"norms of {type(rule).__name__}, which every replay"):
-        scaler.clip_grad_norm_(both[0], **given)
+        scaler.clip_grad_norm_(sgd_with(torch.ones(2)), **given)
     scaler.clip_grad_norm_(both[1], **given)
 
 
@@ -636,12 +636,12 @@ def test_what_is_kept(rule: Any, way: str) -> None:
 STAGE = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0]).tolist()
 
 
-@pytest.mark.parametrize("how", ["state_dict", "same process", "pickle", "distributed"])
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "distributed"])
 def test_norms_are_saved_in_the_order_of_the_first_clips(how: str, tmp_path: Path) -> None:
     loop = Loop(count=3, max_scale=8.0)
     for which, factor in ((1, 1000.0), (0, 1.0), (1, 1000.0)):
         loop.run([factor * norm for norm in STAGE], which=which)
-    other = loop if how == "same process" else Loop(count=3, max_scale=8.0)
+    other = Loop(count=3, max_scale=8.0)
     if how == "pickle":
         other.scaler = pickle.loads(pickle.dumps(loop.scaler))
     elif how == "distributed":
@@ -653,8 +653,8 @@ def test_norms_are_saved_in_the_order_of_the_first_clips(how: str, tmp_path: Pat
     assert other.run([1000.0], which=2) == ["spike"]
     other.scaler.load_state_dict(other.scaler.state_dict())
     assert other.run([1050.0], which=1) == [None]
-    assert other.run([1000.0], which=0) == ["spike"]
-    assert other.run([1000.0], which=2) == [None]  # the checkpoint had no third ones
+    assert other.run([1000.0], which=2) == ["spike"]
+    assert other.run([1000.0], which=0) == [None]  # the checkpoint had no third ones
 
 
 def test_checkpoints_with_other_norms_or_none() -> None:
@@ -668,7 +668,7 @@ def test_checkpoints_with_other_norms_or_none() -> None:
     assert loop.run([0.0, 9.0, 2.0]) == [None, "spike", None]
     assert words_in(loop.scaler)["Sigmas"][4:] == [2.0] * WINDOW
     loop.scaler.load_state_dict(without)
-    assert loop.scaler.state_dict() == without
+    assert words_in(loop.scaler)["Sigmas"] == [0, 0, 2, 0]
 
 
 WORDS = [2.0, 0.0, 0.0, 0.0, 1.0, 1.5]
