@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -153,6 +153,12 @@ def new_turn() -> Turn:
 def is_unscaled(turn: dict[str, Any]) -> bool:
     """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
     return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
+
+
+def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the gradients of parameters, without the warning of a non-leaf tensor."""
+    found = (param.grad for param in params if param.is_leaf or param.retains_grad)
+    return [grad for grad in found if grad is not None]
 
 
 # What the core calls, where a gradient is irregular.

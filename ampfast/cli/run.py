@@ -92,7 +92,7 @@ def run(
         defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
         defaults.update(given)
         if record is None:  # what is compared has no other cost
-            loop_checks.start(ampfast.GradScaler, is_whole=True)
+            loop_checks.start(ampfast.GradScaler)
     # The first one registered runs last, after a traceback.
     atexit.register(finish)
     sys.argv = [program, *arguments]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampfast.backends.core import divides
 from ampfast.errors import warn_caller
-from ampfast.gradients import READY, UNSCALED, Turn
+from ampfast.gradients import READY, UNSCALED, Turn, grads_of
 
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_() or, as of "
@@ -82,9 +82,5 @@ def visited(outputs: Any, visit: Callable[[Tensor], None]) -> Any:
 
 
 def _versions(optimizer: Any) -> list[tuple[int, int]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Reading the gradient of a non-leaf tensor warns.
-    grads = [param.grad for param in params if param.is_leaf or param.retains_grad]
-    return [
-        (id(grad), 0 if grad is None or grad.is_inference() else grad._version) for grad in grads
-    ]
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [(id(g), 0 if g.is_inference() else g._version) for g in grads_of(params)]

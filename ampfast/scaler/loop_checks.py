@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from numbers import Real
 from typing import Any
@@ -15,7 +15,7 @@ from ampfast.backends.core import overrides
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.clip import torch_functions
 from ampfast.errors import not_compiled, warn_caller
-from ampfast.gradients import READY, is_unscaled
+from ampfast.gradients import READY, grads_of
 from ampfast.scaler.overrides import replace_method
 
 # Updates, of all scalers, after which the checks are over.
@@ -24,17 +24,12 @@ _ITERATIONS = 32
 _FORGOTTEN = 3
 
 _CLIPPED = (
-    "{} clipped gradients of this {} that were not unscaled yet: they are multiplied by the scale, "
-    "{:g}, and max_norm is not. Call scaler.unscale_(optimizer) before the clip."
+    "clip_grad_norm_() clipped gradients of this {} that were not unscaled yet: they are "
+    "multiplied by the scale, {:g}, and max_norm is not. Call scaler.unscale_(optimizer) before."
 )
 _UNUSED = (
-    "{} of this {} divides gradients by the scale, {:g}, but scale() was not called in "
+    "step() of this {} divides gradients by the scale, {:g}, but scale() was not called in "
     f"{_FORGOTTEN} iterations: is a loss.backward() to be scaler.scale(loss).backward()?"
-)
-_TWICE = (
-    "{} divides gradients of this {} by the scale, {:g}, a second time: unscale_() has done it "
-    "before the last update(), and no backward() has written them since. Call unscale_() only in "
-    "iterations that call step()."
 )
 
 
@@ -56,13 +51,12 @@ class _Loop:
 class _LoopChecks:
     """Watches the methods of a class of scalers, and torch's clipping, for some iterations."""
 
-    def __init__(self, kind: Any, *, is_whole: bool) -> None:
-        self._kind, self._is_whole, self._is_over = kind, is_whole, False
+    def __init__(self, kind: Any) -> None:
+        self._kind, self._is_over = kind, False
         self._loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
         self._updates, self._told = 0, set[str]()
-        # By the id of a gradient: a reference to it, its version, and the limit to which it was
-        # clipped, or None if it was unscaled and not stepped.
-        self._written: dict[int, tuple[weakref.ref[Tensor], int, float | None]] = {}
+        # By the id of a gradient that was clipped: a reference to it, its version, and the limit.
+        self._clipped: dict[int, tuple[weakref.ref[Tensor], int, float]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         seen: dict[str, Callable[..., None]] = {"scale": self._scales, "_end_iteration": self._ends}
         seen |= dict.fromkeys(("get_scale", "_set_scale"), self._reads)
@@ -70,15 +64,10 @@ class _LoopChecks:
         for name, see in seen.items():
             self._replace(kind, name, self._watched(vars(kind)[name], see))
         torch_functions.on_clip = self.see_clip
-        if is_whole:
-            utils = torch.nn.utils
-            for place, name in (
-                (utils, "clip_grad_norm_"),
-                (utils.clip_grad, "clip_grad_norm_"),
-                (utils, "clip_grads_with_norm_"),
-            ):
-                torchs = getattr(place, name)
-                if torchs is getattr(torch_functions, f"torch_{name}"):
+        for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+            torchs = getattr(torch_functions, f"torch_{name}")
+            for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+                if vars(place).get(name) is torchs:  # patch() may have replaced it
                     self._replace(place, name, self._seen_clipping(torchs))
 
     def _replace(self, place: Any, name: str, ours: Any) -> None:
@@ -89,7 +78,7 @@ class _LoopChecks:
         """Ends the checks, and what they cost."""
         if self._is_over:
             return
-        self._is_over, self._written = True, {}
+        self._is_over, self._clipped = True, {}
         torch_functions.on_clip = None
         for place, name, original, ours in self._replaced:
             if vars(place)[name] is ours:
@@ -122,16 +111,9 @@ class _LoopChecks:
     def see_clip(self, params: list[Tensor], max_norm: Any) -> None:
         """Keeps which gradients were clipped, and to which norm."""
         if isinstance(max_norm, Real):
-            self._keep(_grads_of(params), float(max_norm))
-
-    def _keep(self, grads: list[Tensor], limit: float | None) -> None:
-        for grad in grads:
-            self._written[id(grad)] = weakref.ref(grad), grad._version, limit
-
-    def _limits_of(self, grads: list[Tensor]) -> list[float | None]:
-        """The limit, or None, of each gradient that nothing has written since it was kept."""
-        found = ((grad, self._written.get(id(grad))) for grad in grads)
-        return [k[2] for grad, k in found if k and k[0]() is grad and k[1] == grad._version]
+            for grad in grads_of(params):
+                if not grad.is_inference():  # which has no version
+                    self._clipped[id(grad)] = weakref.ref(grad), grad._version, float(max_norm)
 
     def _scales(self, scaler: Any, loop: _Loop, *_: Any, **__: Any) -> None:
         loop.has_scaled = loop.has_used = True
@@ -148,69 +130,43 @@ class _LoopChecks:
             turn = scaler._per_optimizer_states.get(id(each))
             if turn is not None and turn["stage"] is not READY:
                 continue
-            grads = _grads_of_optimizer(each)
-            found = self._limits_of(grads)
-            if grads and found == [None] * len(grads):
-                self._tell(_TWICE, "unscaling", each, scaler)
-            limits = [limit for limit in found if limit is not None]
+            groups = getattr(each, "param_groups", ())
+            params = (param for group in groups for param in group["params"])
+            known = ((grad, self._clipped.get(id(grad))) for grad in grads_of(params))
+            # Of gradients that nothing has written since.
+            limits = [k[2] for grad, k in known if k and k[0]() is grad and k[1] == grad._version]
             if limits and loop.has_used and not loop.has_read:
-                self._tell(_CLIPPED, "clip_grad_norm_()", each, scaler, least=max(limits))
+                self._tell(_CLIPPED, each, scaler, least=max(limits))
 
     def _ends(self, scaler: Any, loop: _Loop, **_: bool) -> None:
         loop.unused = 0 if loop.has_used else loop.unused + 1
-        turns = scaler._records.in_iteration(scaler._per_optimizer_states)
-        for optimizer, turn in turns if self._is_whole else ():
-            if is_unscaled(turn):
-                self._keep(_grads_of_optimizer(optimizer), None)
-            # One that overrides scale() may scale without ours.
-            is_ours = type(scaler).scale is vars(self._kind)["scale"] and "scale" not in vars(
-                scaler
-            )
-            if loop.unused >= _FORGOTTEN and loop.has_scaled and is_ours:
-                self._tell(_UNUSED, "step()", optimizer, scaler)
+        # One that overrides scale() may scale without ours.
+        is_ours = type(scaler).scale is vars(self._kind)["scale"] and "scale" not in vars(scaler)
+        if loop.unused >= _FORGOTTEN and loop.has_scaled and is_ours:
+            for optimizer, _ in scaler._records.in_iteration(scaler._per_optimizer_states):
+                self._tell(_UNUSED, optimizer, scaler)
         loop.has_used = False
         self._updates += 1
         if self._updates >= _ITERATIONS:
             self.remove()
 
-    def _tell(self, text: str, call: str, optimizer: Any, scaler: Any, least: float = 1.0) -> None:
+    def _tell(self, text: str, optimizer: Any, scaler: Any, least: float = 1.0) -> None:
         """Warns once, unless the scale is 1 or a limit is as large, as one times the scale is."""
         if text not in self._told and scaler._scale is not None:
             scale = float(scaler._scale)
             if scale > max(least, 1.0):
                 self._told.add(text)
-                warn_caller(text.format(call, type(optimizer).__name__, scale))
-
-
-def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:
-    grads = []
-    for param in params:
-        # Reading the gradient of a non-leaf tensor warns.
-        grad = param.grad if param.is_leaf or param.retains_grad else None
-        if grad is not None and not grad.is_inference():  # which has no version
-            grads.append(grad)
-    return grads
-
-
-def _grads_of_optimizer(optimizer: Any) -> list[Tensor]:
-    groups = getattr(optimizer, "param_groups", ())
-    return _grads_of(param for group in groups for param in group["params"])
+                warn_caller(text.format(type(optimizer).__name__, scale))
 
 
 _current: _LoopChecks | None = None
 
 
-def start(kind: Any, *, is_whole: bool = False) -> None:
-    """Looks for mistakes from now on; ends earlier checks.
-
-    Args:
-        kind: The class of scalers.
-        is_whole: Whether to look for the mistakes of which `run` warns, too, and to watch torch's
-            own clipping functions; else `patch(clip_grad_norm=True)` has replaced them.
-    """
+def start(kind: Any) -> None:
+    """Looks for mistakes of loops with a class of scalers from now on; ends earlier checks."""
     global _current
     stop()
-    _current = _LoopChecks(kind, is_whole=is_whole)
+    _current = _LoopChecks(kind)
 
 
 def stop() -> None:
