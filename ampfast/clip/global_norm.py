@@ -111,15 +111,11 @@ def sums_of(
     wide = widest(device)
     if order in FUSED_ORDERS:
         counted = [each.reshape(2) for _, sums in read for each in sums]
-        if order != 2.0:
-            # Of complex gradients the passes have read the parts.
-            others = (_p_norms(term, order, agreement, only_complex=True) for term in terms)
-            counted += [norm.repeat(2) for norm in chain.from_iterable(others)]
+        # Of complex gradients the passes have read the parts.
+        whole = [term for term in terms if term.found.has_complex and order != 2.0]
+        counted += [norm.repeat(2) for term in whole for norm in _p_norms(term, order, agreement)]
         counted = counted or [allocate(torch.zeros, 2, dtype=wide, device=device)]
-        if len(counted) == 1 and counted[0].device == device:
-            sums = counted[0].unsqueeze(0)
-        else:
-            sums = torch.stack([moved(each, device) for each in counted])
+        sums = torch.stack([moved(each, device) for each in counted])
         if agreement is None:
             return sums, flags
         largest = order != 2.0
@@ -141,15 +137,11 @@ def _read(term: NormTerm, agreement: Agreement | None) -> tuple[Flags, list[Tens
     flags: dict[Any, list[Tensor]] = {}
     counted: list[Tensor] = []
     marks = {} if agreement is None else marks_of(term.groups)
-    apart = set() if agreement is None else _counted_apart(term, agreement, marks)
-    parts: list[tuple[Found, bool]] = [(term.found, True)]
-    if agreement is not None:
-        counts_others = agreement.counts(None)
-        parts = [(term.found, counts_others)]
-        if apart:
-            inside, outside = term.found.split(apart)
-            parts = [(outside, counts_others), (inside, not counts_others)]
-            parts.sort(key=lambda part: not part[1])
+    counts_others = agreement is None or agreement.counts(None)
+    parts = [(term.found, counts_others)]
+    if agreement is not None and (apart := _counted_apart(term, agreement, marks)):
+        inside, outside = term.found.split(apart)
+        parts = [(outside, counts_others), (inside, not counts_others)]
     for found, counts in parts:
         each, sums = found.run(term.work, term.rows, term.words, True)
         counted += sums if counts else []
@@ -168,11 +160,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> tuple[Flags, list[Tens
         for device in term.found.devices:
             # A device whose shards are all empty has no flag yet.
             flags.setdefault(device, [new_flag(device)])
-    joint = {
-        device: found[0] if len(found) == 1 else any_found(found, device)
-        for device, found in flags.items()
-    }
-    return joint, counted
+    return {device: any_found(found, device) for device, found in flags.items()}, counted
 
 
 def _counted_apart(
@@ -190,20 +178,16 @@ def _counted_apart(
     return {number for number, here in counts.items() if here != counts_others}
 
 
-def _p_norms(
-    term: NormTerm, order: float, agreement: Agreement | None, only_complex: bool = False
-) -> Iterator[Tensor]:
-    """Norm, of an order without kernels, of each gradient that this rank counts."""
+def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
+    """Norm, by torch's ops, of each gradient that this rank counts and that has elements."""
     marks = {} if agreement is None else marks_of(term.groups)
     for number, grad in enumerate(term.grads):
-        if only_complex and (grad is None or not (grad.is_complex() and grad.numel())):
-            continue
         layout = term.layouts.get(number)
         if grad is not None and layout is not None:
             grad = layout.local_tensor(grad)  # type: ignore[arg-type]
         counts = agreement is None or agreement.counts(layout, marks.get(number))
-        if grad is not None and counts:
-            values = grad._values() if grad.is_sparse else grad
+        values = grad._values() if grad is not None and grad.is_sparse else grad
+        if values is not None and values.numel() and counts:
             yield p_norm(values, order, *term.unscaling_on(values.device))
 
 
@@ -237,9 +221,7 @@ def optimizers_of(optimizer: object) -> list[Any]:
                 f"{type(each).__name__}, which has no param_groups"
             )
     if len(given) > 1:
-        if len({id(each) for each in given}) < len(given):
-            raise ValueError("the same optimizer is given twice")
         params = [p for each in given for group in each.param_groups for p in group["params"]]
         if len({id(param) for param in params}) < len(params):
-            raise ValueError("two optimizers share a parameter, which would be unscaled twice")
+            raise ValueError("an optimizer is given twice, or two of them share a parameter")
     return list(given)

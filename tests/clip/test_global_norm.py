@@ -180,7 +180,7 @@ BAD_OPTIMIZERS = [
     (lambda o: iter([o]), TypeError, "which has no param_groups"),
     (lambda o: None, TypeError, "got NoneType"),
     (lambda o: [], ValueError, "the list of optimizers is empty"),
-    (lambda o: [o, six(), o], ValueError, "the same optimizer is given twice"),
+    (lambda o: [o, six(), o], ValueError, "an optimizer is given twice"),
     (lambda o: [o, torch.optim.SGD(o.param_groups)], ValueError, "share a parameter"),
 ]
 BAD += [("optimizer", *row) for row in BAD_OPTIMIZERS]
