@@ -69,7 +69,6 @@ class Record:
 
     Attributes:
         optimizer: Returns it, or None once it is deleted.
-        kind: Name of its class.
         turn: Its last turn.
         divides: What decides whether its step divides by the scale, and the answer; or None.
         rows: The tables by parameter, of `diagnose.overflow_report`, or None.
@@ -80,8 +79,7 @@ class Record:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer: Callable[[], Any] = lambda: optimizer
-        self.kind = type(optimizer).__name__
-        self.turn = Turn(stage=READY, found_inf_per_device={})
+        self.turn = new_turn()
         self.divides: tuple[list[Any], bool] | None = None
         self.rows: Any = None
         self.norms: dict[str, Any] = {}

@@ -154,7 +154,7 @@ class Tracking:
 
     def start(self, record: Record, groups: Groups) -> Rows:
         """Returns the rows of an optimizer whose parameters are new, which its record gets."""
-        last, rows = record.rows, Rows(groups, record.kind)
+        last, rows = record.rows, Rows(groups, type(record.optimizer()).__name__)
         if last is None:
             deleted = [each for each in self._histories if each.rows() is None]
             for each in deleted[:-_MOST_DELETED]:

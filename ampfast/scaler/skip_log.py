@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ampfast.backends import aten, scalars
+from ampfast.backends import scalars
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.clip.norm_history import Sigmas
+from ampfast.clip.norm_history import Sigmas, sigmas_limit
 from ampfast.diagnose.overflow_report import OverflowReport
 from ampfast.scaler.history import History
 from ampfast.scaler.loss_scale import history_of
@@ -65,7 +65,8 @@ class SkipLog:
             return
         warns = scaler._is_guard or self._limit_of(scaler) is not None
         is_off = not _logger.isEnabledFor(logging.WARNING if warns else logging.INFO)
-        if is_off or is_capturing() or isinstance(words, FakeTensor) or _rank() != 0:
+        is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
+        if is_off or is_capturing() or isinstance(words, FakeTensor) or is_other_rank:
             self.due, self._next = _SPACING, None
             return
         self.due = 1 if words.is_cpu else _EVERY
@@ -111,18 +112,11 @@ class SkipLog:
         return self.rule if scaler._skip_above is None else scaler._skip_above
 
     def _spike(self, history: History, place: int, scaler: Any) -> str:
-        norm, rule = float(history.grad_norm[place]), self._limit_of(scaler)
-        text = f"a spike, its gradient norm is {norm:.4g}"
-        if isinstance(rule, Sigmas):
+        norm, limit = float(history.grad_norm[place]), self._limit_of(scaler)
+        if isinstance(limit, Sigmas):
             norms = history.grad_norm[:place][~history.skipped[:place]]
-            norms = norms[norms.isfinite() & (norms > 0)][-rule.window :]
-            if len(norms) < rule.window:
-                return text
-            limit = float(aten.sigmas_limit(norms, rule.sigmas))
-            # After a restart of the window these are not its norms.
-            return f"{text}, above the limit {limit:.4g}" if limit < norm else text
-        return text if rule is None else f"{text}, above the limit {rule:.4g}"
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            norms = norms[norms.isfinite() & (norms > 0)][-limit.window :]
+            limit = sigmas_limit(limit, norms.tolist())
+        # After a restart of the window its norms were others.
+        above = "" if limit is None or limit >= norm else f", above the limit {limit:.4g}"
+        return f"a spike, its gradient norm is {norm:.4g}{above}"
