@@ -646,10 +646,8 @@ class GradScaler(TorchGradScaler):
 
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""
-        if not self._enabled:
-            return self._loss_scale.stats_before(1.0, 0)
-        if self._scale is None or self._growth_tracker is None:
-            return self._loss_scale.stats_before(self.get_scale(), self._init_growth_tracker)
+        if not self._enabled or self._scale is None or self._growth_tracker is None:
+            return self._loss_scale.stats_before(self.get_scale(), self._get_growth_tracker())
         refuse_capture("counts that the host reads", "read them after the replay")
         return self._loss_scale.stats(self._scale, self._growth_tracker)
 
@@ -765,8 +763,6 @@ class GradScaler(TorchGradScaler):
         state = super().__getstate__()
         for name in _OF_THIS_PROCESS:
             state.pop(name, None)
-        if self._ranks.is_alone:
-            state.pop("_ranks", None)
         # A shallow copy of a scaler has its own counts, too. An optimizer is not the same in
         # another process: its norms are for one that is yet to come.
         state["_saved_norms"] = self._norm_histories.saved()

@@ -16,7 +16,7 @@ from ampfast.backends import Kernels, aten, scalars
 from ampfast.backends.core import Update, update_by
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import refuse_capture
-from ampfast.errors import float_of
+from ampfast.errors import float_of, require_int
 from ampfast.scaler.history import History, ScalerStats
 
 _COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
@@ -42,10 +42,7 @@ class Limits:
         least, most = self.min_scale, self.max_scale
         if least is not None and most is not None and least > most:
             raise ValueError(f"min_scale must not be above max_scale, got {least} and {most}")
-        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
-            raise TypeError(f"hysteresis must be an int, got {type(self.hysteresis).__name__}")
-        if not 1 <= self.hysteresis < 2**31:
-            raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
+        require_int("hysteresis", self.hysteresis, 1, 2**31 - 1)
 
     @cached_property
     def is_torchs(self) -> bool:

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from ampfast.backends import scalars
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.cuda_graphs import is_capturing
-from ampfast.errors import warn_caller
+from ampfast.errors import require_int, warn_caller
 from ampfast.scaler.history import ScalerStats
 
 _WARNED_AT = 100
@@ -29,10 +29,8 @@ class SkipWatch:
     """
 
     def __init__(self, most: Any = None) -> None:
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
-            raise TypeError(f"max_skips must be an int or None, got {type(most).__name__}")
-        if most is not None and most < 1:
-            raise ValueError(f"max_skips must be at least 1, got {most}")
+        if most is not None:
+            require_int("max_skips", most, 1, 2**31 - 1)
         self.most: int | None = most
         self._warns = most is None or most > _WARNED_AT
         self.restart()

@@ -188,7 +188,7 @@ def test_on_a_gpu_it_waits_for_nothing(most: int | None, monkeypatch: pytest.Mon
 def test_other_limits_are_refused(enabled: bool) -> None:
     scaler: Any = ampfast.GradScaler("cpu", enabled=enabled, max_skips=2)
     for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)):
-        with pytest.raises(error, match=r"max_skips must be (an int or None|at least 1), got"):
+        with pytest.raises(error, match=r"max_skips must be (an int|from 1 to 2147483647), got"):
             ampfast.GradScaler("cpu", enabled=enabled, max_skips=wrong)
         with pytest.raises(error, match="max_skips must be"):
             scaler.max_skips = wrong
