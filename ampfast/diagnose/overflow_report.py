@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,8 @@ from ampfast.backends import aten, scalars
 from ampfast.backends.core import MARK_WORDS
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.diagnose.find_nonfinite import ModuleFault
-from ampfast.diagnose.grad_norms import NormHistory, NormReport, ParameterNorms
+from ampfast.diagnose.grad_norms import NormHistory
 from ampfast.diagnose.text_table import table
-from ampfast.gradients import Record
 
 # Where all parameters overflowed.
 _EVERYWHERE = (
@@ -26,9 +25,6 @@ _EVERYWHERE = (
     "not finite, or the loss times the scale was not.{} See "
     '"NaN" in docs/troubleshooting.md.'
 )
-
-# Deleted optimizers that are still in reports.
-_MOST_DELETED = 64
 
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
@@ -135,89 +131,14 @@ class OverflowReport:
         return "\n".join(lines)
 
 
-class Tracking:
-    """Tables of a scaler with a row for each parameter of its optimizers.
-
-    Args:
-        names: Names of parameters.
-    """
-
-    def __init__(self, names: Names) -> None:
-        self._names = names
-        # In the order of the optimizers' first passes.
-        self._histories: list[_History] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no pass has begun yet."""
-        return not self._histories
-
-    def start(self, record: Record, groups: Groups) -> Rows:
-        """Returns the rows of an optimizer whose parameters are new, which its record gets."""
-        last, rows = record.rows, Rows(groups, type(record.optimizer()).__name__)
-        if last is None:
-            deleted = [each for each in self._histories if each.rows() is None]
-            for each in deleted[:-_MOST_DELETED]:
-                self._histories.remove(each)
-            self._histories.append(rows.history)
-        else:
-            refuse_capture("a change of an optimizer's parameters")
-            self._histories[self._histories.index(last.history)] = rows.history
-        record.rows = rows
-        rows.history.look(self._names.known())
-        return rows
-
-    def keep_norms(self, rows: Rows) -> None:
-        """Keeps the norms of a pass, of whose squares the rows have the sums."""
-        if rows.counters:
-            if rows.norms is None:
-                refuse_capture("the creation of norms by parameter")
-                rows.norms = NormHistory(len(rows.params), next(iter(rows.counters)))
-            rows.norms.append([aten.squares_in(each) for each in rows.counters.values()])
-
-    def norm_report(self) -> NormReport:
-        """Norms of living optimizers' parameters; one host sync."""
-        self._look()
-        rows = [each.rows() for each in self._histories]
-        found = [(n, r, r.norms.summary()) for n, r in enumerate(rows) if r and r.norms is not None]
-        on_host = _rows_on_host([summary for *_, summary in found])
-        return NormReport(
-            tuple(
-                ParameterNorms(*place, *next(on_host))
-                for number, each, _ in found
-                for place in each.history.places(number)
-            )
-        )
-
-    def overflow_report(self) -> OverflowReport:
-        """Overflows of all optimizers' parameters; one host sync."""
-        self._look()
-        on_host = _rows_on_host([t for each in self._histories for t in each.counters.values()])
-        totals: list[ParameterOverflows] = []
-        for number, each in enumerate(self._histories):
-            read = [list(islice(on_host, len(table))) for table in each.counters.values()]
-            for place, *rows in zip(each.places(number), *read, strict=True):
-                totals += _overflows(place, rows)
-        report = OverflowReport.of(totals)
-        optimizers = {row.optimizer for row in report.parameters}
-        trainable = sum(self._histories[number].trainable for number in optimizers)
-        return replace(report, is_everywhere=1 < trainable <= len(report.parameters))
-
-    def _look(self) -> None:
-        """Looks up the names of living optimizers' parameters."""
-        known = self._names.known()
-        for each in self._histories:
-            each.look(known)
-
-
-def _rows_on_host(tables: Sequence[Tensor]) -> Iterator[list[Any]]:
+def rows_on_host(tables: Sequence[Tensor]) -> Iterator[list[Any]]:
     """The rows of tables on any devices, one after another, with one host sync."""
     device = next((each.device for each in tables if not each.is_cpu), None)
     here = [each if device is None else scalars.moved(each, device) for each in tables]
     return iter(torch.cat(here).tolist() if here else [])
 
 
-def _overflows(
+def overflows_of(
     place: tuple[str, int, str, int, int], rows: list[list[int]]
 ) -> list[ParameterOverflows]:
     """The overflows of a parameter, by its row on each device, if there were any."""
@@ -259,7 +180,7 @@ class Names:
         }
 
 
-class _History:
+class Facts:
     """Facts about an optimizer's parameters; this object outlives them and the optimizer."""
 
     def __init__(self, rows: Rows, optimizer_type: str) -> None:
@@ -297,8 +218,8 @@ class Rows:
     def __init__(self, groups: Groups, optimizer_type: str) -> None:
         self.groups = tuple(map(tuple, groups))
         self.params = list(chain.from_iterable(self.groups))
-        self.history = _History(self, optimizer_type)
-        self.counters = self.history.counters
+        self.facts = Facts(self, optimizer_type)
+        self.counters = self.facts.counters
         self.norms: NormHistory | None = None
 
     def counters_on(self, device: torch.device) -> Tensor:

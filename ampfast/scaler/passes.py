@@ -49,7 +49,8 @@ class Passes:
         self._unscaling = self._dividing = Pass(False, Factor.NONE)
         self._finder = finder = Finder(scaler._choice)
         self.agree = finder.agree
-        finder.ranks, finder.tracking = scaler._ranks, scaler._reports.tracking
+        finder.ranks = scaler._ranks
+        finder.tracking = None if scaler._track is None else scaler._reports
         finder.has_group, finder.keeps_norms = not self._is_alone, keeps_norms
         finder.allow_fp16 = scaler._allow_fp16
 
