@@ -115,10 +115,8 @@ class Records:
             LookupError: If it was never checked.
         """
         record = self.get(optimizer)
-        turn: Any = None if record is None else record.turn
-        flags: Flags | None = None
-        if turn is not None:
-            flags = turn.get("found_inf_per_device") or turn.last_flags
+        turn = new_turn() if record is None else record.turn
+        flags: Flags | None = turn.get("found_inf_per_device") or turn.last_flags
         if flags is None:
             raise LookupError(
                 f"this optimizer ({type(optimizer).__name__}) was never checked: "
@@ -211,11 +209,16 @@ def warn_of_shared_memory() -> None:
     )
 
 
-def refusal(group: int, index: int, param: object) -> Exception:
+def refusal(group: int, index: int, param: Any) -> Exception:
     """Returns the error for a parameter that torch refuses."""
     place = f"parameter {index} of group {group}"
-    if not isinstance(param, Tensor):
-        return add_note(_not_a_tensor(param), f"It is {place}.")
+    if not isinstance(param, Tensor):  # torch's own error, whose text depends on the version
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": [param]}])
+        unused = new_flag(torch.device("cpu"))
+        try:
+            TorchGradScaler("cpu")._unscale_grads_(optimizer, unused, unused, False)
+        except Exception as error:
+            return add_note(error, f"It is {place}.")
     note = (
         f"The gradient is that of {place}, of shape {tuple(param.shape)} and dtype {param.dtype}. "
         "Keep the parameters in float32 and let autocast choose float16; small gradients vanish in "
@@ -223,14 +226,3 @@ def refusal(group: int, index: int, param: object) -> Exception:
         "constructor of a GradScaler or of a StepGuard, which scales nothing."
     )
     return add_note(ValueError("Attempting to unscale FP16 gradients."), note)
-
-
-def _not_a_tensor(param: object) -> Exception:
-    """Returns torch's own error, whose text depends on the version."""
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": [param]}])
-    unused = new_flag(torch.device("cpu"))
-    try:
-        TorchGradScaler("cpu")._unscale_grads_(optimizer, unused, unused, False)
-    except Exception as error:
-        return error
-    return AssertionError()  # an assert that `python -O` leaves out

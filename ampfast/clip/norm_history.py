@@ -325,7 +325,7 @@ class NormHistories:
 
     They are saved in the order in which optimizers first met one, which alone tells which of the
     checkpoint's optimizers is which one here. Loaded norms belong to the known ones, in the same
-    memory, since a captured graph asks for nothing, and then to those that meet one next.
+    memory, since a captured graph asks for nothing, and then to new ones, which meet one next.
 
     Args:
         records: The records of the optimizers, which have their histories.
@@ -420,8 +420,6 @@ def require_norms(saved: Any) -> list[Saved]:
             name in names
             and len(words) >= norm_layout.RING
             and all(type(word) is float and 0 <= word < math.inf for word in words)
-            and words[norm_layout.COUNT] < 2**53
-            and words[norm_layout.COUNT].is_integer()
             for pairs in saved
             for name, words in pairs
         )

@@ -679,7 +679,7 @@ WORDS = [2.0, 0.0, 0.0, 0.0, 1.0, 1.5]
     [
         *(None, 3, [3.0], [[WORDS]], [[("Sigma", WORDS)]], [[("ZScore", WORDS, 1)]]),
         *([[("ZScore", words)]] for words in (None, 1.0, [], WORDS[:3], [2, *WORDS[1:]])),
-        *([[("Sigmas", [word, *WORDS[1:]])]] for word in (-1.0, 2.5, 1e300, "1", True)),
+        *([[("Sigmas", [word, *WORDS[1:]])]] for word in (-1.0, "1", True)),
         *([[("Percentile", [*WORDS, word])]] for word in (-1.0, INF, math.nan, "1", 3)),
     ],
     ids=lambda damaged: str(damaged)[:60],
