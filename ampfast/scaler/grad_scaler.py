@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -165,7 +165,7 @@ class GradScaler(TorchGradScaler):
         out_of_turn.require_flags(device, allow_fp16=allow_fp16, dynamic=dynamic)
         rules = Limits(min_scale, max_scale, hysteresis)
         rules.require_within(init_scale, dynamic)
-        skip_limit_of(skip_above)
+        self.skip_above = skip_above
         if max_skips is not None:
             self.max_skips = max_skips
         require_known(track)
@@ -194,7 +194,6 @@ class GradScaler(TorchGradScaler):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-        self.skip_above = skip_above
 
     def __repr__(self) -> str:
         scale, told = self._scale if self._enabled else None, "disabled"
@@ -741,6 +740,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             KeyError: If it lacks an entry; nothing is loaded then.
             RuntimeError: If the checkpoint is of a disabled scaler.
+            TypeError: If it is no dict.
             ValueError: If it is of a scaler with other limits or hysteresis, a value is damaged,
                 its scale is not the 1 that this one's always is, or only one of the two is static.
                 Nothing is loaded then. As with torch, a scaler without limits and hysteresis
@@ -755,7 +755,6 @@ class GradScaler(TorchGradScaler):
             super().load_state_dict(state_dict)
         self._norm_histories.load(norms)
         self._loss_scale.load(tolerated)
-        self._loss_scale.reset_skips()
         self._skip_watch.restart()
         self._skip_log.restart()
 
@@ -839,9 +838,7 @@ class GradScaler(TorchGradScaler):
         except AssertionError as error:
             add_note(error, out_of_turn.NOTHING_SCALED)
             raise
-        if self._scale is None:
-            raise AssertionError(f"_scale is None in {method}")
-        return self._scale
+        return cast(Tensor, self._scale)
 
     def _set_scale(self, new_scale: float | Tensor) -> bool:
         """Takes a scale from the caller; whether the flags of this iteration count as a step."""
@@ -869,9 +866,9 @@ class GradScaler(TorchGradScaler):
         watch, log, words = self._skip_watch, self._skip_log, loss_scale.words
         watch.due -= 1
         log.due -= 1
-        if log.due <= 0 and words is not None:
+        if log.due <= 0:
             log.see(words, self)
-        if watch.due <= 0 and words is not None:
+        if watch.due <= 0:
             watch.see(words, self)
 
 

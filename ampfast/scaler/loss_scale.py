@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
@@ -67,6 +68,7 @@ class Limits:
         """Returns the hysteresis tracker of a checkpoint's entry.
 
         Raises:
+            TypeError: If its tracker is no int.
             ValueError: If the entry is damaged or of other settings.
         """
         settings = asdict(self)
@@ -88,12 +90,7 @@ class Limits:
                 "'ampfast' to keep this scaler's"
             )
         tracker = entry["hysteresis_tracker"]
-        is_int = isinstance(tracker, int) and not isinstance(tracker, bool)
-        if not is_int or not -(2**31) < tracker <= self.hysteresis:
-            raise ValueError(
-                f"the checkpoint's hysteresis_tracker must be an int of at most "
-                f"{self.hysteresis}, got {tracker!r}"
-            )
+        require_int("the checkpoint's hysteresis_tracker", tracker, 1 - 2**31, self.hysteresis)
         return int(tracker)
 
 
@@ -102,28 +99,29 @@ class LossScale:
 
     Attributes:
         limits: Limits and hysteresis.
-        words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
+        words: State, laid out as `backends.core.state_layout`, on the CPU until there is a scale.
         norms: Optimizers, their joint norm and its order, as measured in this iteration.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.words: Tensor | None = None
         self.norms: list[tuple[list[Any], Tensor, float]] = []
-        # What was loaded before there are words.
-        self._tolerated = 0
+        size = layout.STATE_WORDS
+        self.words = scalars.allocate(torch.zeros, size, dtype=torch.int64, device="cpu")
+        self.words[layout.MOST_TOLERATED] = limits.hysteresis - 1
+        bounds = {layout.MIN_SCALE: limits.min_scale, layout.MAX_SCALE: limits.max_scale}
+        for word, bound in bounds.items():
+            self.words[word] = int.from_bytes(struct.pack("<f", bound or 0.0), "little")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         # The tracker counts down, as Megatron-LM's.
-        tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
-        return {**asdict(self.limits), "hysteresis_tracker": self.limits.hysteresis - tolerated}
+        tracker = self.limits.hysteresis - int(self.words[layout.TOLERATED])
+        return {**asdict(self.limits), "hysteresis_tracker": tracker}
 
     def load(self, tolerated: int) -> None:
-        """Sets the overflows since growth was last due."""
-        self._tolerated = tolerated
-        if self.words is not None:
-            self.words[layout.TOLERATED] = tolerated
+        """Continues a training: sets the overflows since growth was last due, no skip before."""
+        self.words[layout.TOLERATED], self.words[layout.CONSECUTIVE_SKIPS] = tolerated, 0
 
     def update_(
         self,
@@ -146,10 +144,9 @@ class LossScale:
         norm = norms[0][1] if norms else None
         if len(norms) > 1:
             norm = self._joint_norm(scale.device)
-        words = self.words_on(scale.device) if self.words is None else self.words
         given = scale, growth_tracker, found_infs
         # The first try is declined where a tensor is on another device or a factor is no float.
-        if update_by(kernels, *given, *factors, words, norm) is not None:
+        if update_by(kernels, *given, *factors, self.words, norm) is not None:
             update = self.update_there(*given, factors)
             if not kernels.update(update):
                 aten.update(update, self.limits, bool(norms))
@@ -190,13 +187,12 @@ class LossScale:
         return joint.float()
 
     def words_on(self, device: torch.device) -> Tensor:
-        """Returns the words on `device`, created or moved there if necessary."""
-        if self.words is None or self.words.device != device:
+        """Returns the words on `device`, moved there if necessary."""
+        if self.words.device != device:
             if device.type != "cpu":
                 refuse_capture("the creation of the scaler's state, which every replay would reset")
             with torch.inference_mode(False):
-                words = self._new_words() if self.words is None else self.words
-                self.words = words.to(device)
+                self.words = self.words.to(device)
         return self.words
 
     def stats_before(self, scale: float, growth_tracker: int) -> ScalerStats:
@@ -221,38 +217,18 @@ class LossScale:
 
     def history(self) -> History:
         """Reads the ring with one host sync."""
-        return history_of(self._new_words() if self.words is None else self.words.cpu())
-
-    def reset_skips(self) -> None:
-        """Restarts the count of steps skipped in a row, as a training continues elsewhere."""
-        if self.words is not None:
-            self.words[layout.CONSECUTIVE_SKIPS] = 0
+        return history_of(self.words.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "norms": []}
-        if self.words is not None:
-            # As numbers, since a pickled tensor would be shared with other processes.
-            words = self.words.tolist()
-            steps = min(words[layout.STEPS], layout.RING_STEPS)
-            state["words"] = words[: layout.RING + steps * layout.RING_WORDS]
-        return state
+        # As numbers, since a pickled tensor would be shared with other processes.
+        words = self.words.tolist()
+        steps = min(words[layout.STEPS], layout.RING_STEPS)
+        return {"limits": self.limits, "words": words[: layout.RING + steps * layout.RING_WORDS]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, words=None)
-        if state["words"] is not None:
-            given = scalars.allocate(torch.tensor, state["words"], dtype=torch.int64, device="cpu")
-            self.words_on(given.device)[: len(given)] = given
-
-    def _new_words(self) -> Tensor:
-        words = scalars.allocate(torch.zeros, layout.STATE_WORDS, dtype=torch.int64, device="cpu")
-        limits = {layout.MIN_SCALE: self.limits.min_scale, layout.MAX_SCALE: self.limits.max_scale}
-        for word, limit in limits.items():
-            number = limit or 0.0
-            given = scalars.allocate(torch.tensor, number, dtype=torch.float32, device="cpu")
-            words[word] = scalars.word_of(given)
-        words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
-        words[layout.TOLERATED] = self._tolerated
-        return words
+        LossScale.__init__(self, state["limits"])
+        given = scalars.allocate(torch.tensor, state["words"], dtype=torch.int64, device="cpu")
+        self.words[: len(given)] = given
 
 
 def history_of(words: Tensor) -> History:

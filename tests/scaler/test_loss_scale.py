@@ -224,7 +224,7 @@ def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsR
 def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> GradScaler:
     scaler = training(**arguments).step(math.inf).scaler
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         scaler.load_state_dict(saved)
     assert scaler.state_dict() == before
     return scaler
@@ -234,8 +234,8 @@ def assert_refused(saved: dict[str, Any], message: str, **arguments: Any) -> Gra
     ("change", "message"),
     [
         ({"min_scale": 0.5}, r"other settings \(min_scale 0\.5 there, 0\.25 here\)"),
-        ({"hysteresis_tracker": 4}, "must be an int of at most 3, got 4"),
-        ({"hysteresis_tracker": "2"}, "got '2'"),
+        ({"hysteresis_tracker": 4}, "must be from -2147483647 to 3, got 4"),
+        ({"hysteresis_tracker": "2"}, "must be an int, got str"),
         ({"hysteresis_tracker": -(2**31)}, "got -2147483648"),
         ({"another": 1}, "'another': 1"),
         (None, "must be a dict of .* got None"),
