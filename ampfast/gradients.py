@@ -153,8 +153,7 @@ def is_unscaled(turn: dict[str, Any]) -> bool:
 
 def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
     """Returns the gradients of parameters, without the warning of a non-leaf tensor."""
-    found = (param.grad for param in params if param.is_leaf or param.retains_grad)
-    return [grad for grad in found if grad is not None]
+    return [p.grad for p in params if (p.is_leaf or p.retains_grad) and p.grad is not None]
 
 
 # What the core calls, where a gradient is irregular.
