@@ -263,15 +263,19 @@ class History:
 
     def follow(self, clip: Clip, found_inf: Tensor | None) -> None:
         """Decides a clip by the limit of its norm, which joins these; no host sync."""
-        rule, norm = self.rule, clip.norm
-        if isinstance(rule, Sigmas):
-            raise TypeError("Sigmas is no limit of a clip")
+        rule: Any = self.rule
+        coefficient: Any = clip.coefficient
         # Rounded, so that all ranks take the same limit.
-        norm = norm.float().to(self.words.dtype)
+        norm = clip.norm.float().to(self.words.dtype)
         taken = (norm > 0) & (norm < math.inf)
         if found_inf is not None:
             taken &= found_inf == 0
-        set_coefficient(clip, rule._take(self.words, norm, taken))
+        limit = rule._take(self.words, norm, taken)
+        clipped = aten.clip_coefficient(clip.norm.to(coefficient.dtype), limit)
+        # A norm of finite gradients that has overflowed makes it 0.
+        coefficient.copy_(clipped.masked_fill_(norm <= limit, 1.0))
+        if clip.divisor is not None and clip.scale is not None:
+            aten.set_divisor(clip.divisor, clip.scale, coefficient)
         self.check()
 
     def check(self) -> None:
@@ -299,16 +303,6 @@ class History:
         if header[norm_layout.RESTARTS] > self._most:
             self._most = self._most_after(header)
             warn_caller(self.rule._warning)  # type: ignore[union-attr]
-
-
-def set_coefficient(clip: Clip, limit: Tensor) -> None:
-    """Writes the coefficient of a clip, and its divisor, by a limit, which is finite."""
-    coefficient: Any = clip.coefficient
-    clipped = aten.clip_coefficient(clip.norm.to(coefficient.dtype), limit)
-    # Limits are of norms in float32. A norm of finite gradients that has overflowed makes it 0.
-    coefficient.copy_(clipped.masked_fill_(clip.norm.float() <= limit, 1.0))
-    if clip.divisor is not None and clip.scale is not None:
-        aten.set_divisor(clip.divisor, clip.scale, coefficient)
 
 
 def _window_of(rule: Sigmas | ClipLimit) -> int:
