@@ -770,8 +770,6 @@ class GradScaler(TorchGradScaler):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in _OF_THIS_PROCESS:
-            self.__dict__.pop(name, None)
         # A pickle of torch before 2.3 has no device.
         super().__setstate__({"_device": "cuda", **state})
 

@@ -88,8 +88,7 @@ class Passes:
 
     def check(self, optimizer: Any, turn: Turn, work: Pass, scale: Tensor) -> Flags:
         """Runs a pass that only reads, also float16 gradients; the stage of the turn stays."""
-        if self._scale is not scale:
-            self._take_scale(scale)
+        self._know(scale)
         flags: Flags = self._finder.take(optimizer, turn, work, True)
         return flags
 
@@ -185,13 +184,12 @@ class Passes:
         scale: Tensor | None,
     ) -> Flags:
         """Unscales as torch's method that subclasses override."""
-        if scale is not None and self._scale is not scale:
-            self._take_scale(scale)
+        if scale is not None:
+            self._know(scale)
         found = self._finder.find(optimizer, True, allow_fp16, False)
         work = Pass(True, Factor.TIMES, inv_scale, found_inf.clone())
         rows = self._finder.rows_of(turn, found)
-        words = None if rows is None else self._loss_scale.words
-        flags: Flags = found.run(work, rows, words, False)
+        flags: Flags = found.run(work, rows, self._loss_scale.words, False)
         return flags
 
     def _norm(

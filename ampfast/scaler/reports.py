@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.cuda_graphs import refuse_capture
@@ -56,7 +55,7 @@ class Reports:
         if self._track == "modules":
             if self._finder is None:
                 loss_scale = self._loss_scale
-                self._finder = NonFiniteFinder(lambda: _words_of(loss_scale()))
+                self._finder = NonFiniteFinder(lambda: getattr(loss_scale(), "words", None))
                 weakref.finalize(self, self._finder.remove).atexit = False
             self._finder.watch(model)
 
@@ -152,7 +151,3 @@ def reason_of(flags: Flags) -> str | None:
     listed = list(flags.values())
     flag = joint_flag(listed, listed[0].device).item() if listed else 0
     return None if flag == 0 else "nonfinite" if flag == 1 else "spike"
-
-
-def _words_of(loss_scale: LossScale | None) -> Tensor | None:
-    return None if loss_scale is None else loss_scale.words

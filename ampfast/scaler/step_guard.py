@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast.scaler.grad_scaler import GradScaler
-from ampfast.scaler.history import ScalerStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +65,3 @@ class StepGuard(GradScaler):
             skip_above=skip_above,
             max_skips=max_skips,
         )
-
-    def stats(self) -> ScalerStats:
-        """Returns the counts of steps; of a scale that never changes there is nothing to tell."""
-        return replace(super().stats(), growth_tracker=0)
