@@ -19,8 +19,8 @@ from ampfast.scaler.history import History
 from ampfast.scaler.loss_scale import history_of
 
 _logger = logging.getLogger("ampfast")
-# Steps from one question to a GPU to the next.
-_EVERY = 8
+# Steps from one copy of a GPU's state to the next.
+_EVERY = 16
 # Lines that are written at once, and steps from one line to the next after them.
 _AT_ONCE, _SPACING = 10, 100
 
@@ -28,9 +28,8 @@ _AT_ONCE, _SPACING = 10, 100
 class SkipLog:
     """Lines about skipped steps: INFO for a scaler's overflows, WARNING for spikes and for a guard.
 
-    The counters tell whether there are any; only then the history is read. Both come by copies
-    that nothing waits for, so a line is some steps late on a GPU. Nothing is read where
-    the logger is not enabled, nor on ranks other than 0.
+    The state comes by copies that nothing waits for, so a line is some steps late on a GPU. Nothing
+    is read where the logger is not enabled, nor on ranks other than 0.
 
     Attributes:
         due: Number of updates until the host looks.
@@ -47,10 +46,9 @@ class SkipLog:
 
     def restart(self) -> None:
         """Forgets copies on their way to the host."""
-        self.due, self._counts, self._words = 1, scalars.HostCopies(), scalars.HostCopies()
-        self._skipped = 0
-        self._words_here: Tensor | None = None
-        self._count_here: Any = None
+        self.due, self._copies, self._skipped = 1, scalars.HostCopies(), 0
+        # A state on the CPU, and its count of skipped steps: one number for an iteration to read.
+        self._here: tuple[Tensor | None, Any] = None, None
 
     def see(self, words: Tensor, scaler: Any) -> None:
         """Writes the lines of the steps since, as far as the host knows.
@@ -59,8 +57,8 @@ class SkipLog:
             words: State of the scaler.
             scaler: The scaler.
         """
-        count = self._count_here if self._words_here is words else None
-        if count is not None and count.tolist() == self._skipped:
+        known, count = self._here
+        if known is words and count.tolist() == self._skipped:
             self.due = 1
             return
         warns = scaler._is_guard or self._limit_of(scaler) is not None
@@ -70,21 +68,15 @@ class SkipLog:
             self.due, self._next = _SPACING, None
             return
         self.due = 1 if words.is_cpu else _EVERY
-        if words.is_cpu:  # where an iteration asks one number
-            self._words_here, self._count_here = words, words[layout.SKIPPED]
-        counts = self._counts.latest(words[: layout.COUNTERS])
-        if counts is None:
-            return
-        if self._next is None:
-            self._next = counts[layout.STEPS]
-        if counts[layout.SKIPPED] == self._skipped:
-            return
-        copied = words.tolist() if words.is_cpu else self._words.latest(words, again=False)
-        if copied is not None:
+        if words.is_cpu:
+            self._here = words, words[layout.SKIPPED]
+        copied = self._copies.latest(words)
+        if copied is not None and self._next is None:
+            self._next = copied[layout.STEPS]
+        if copied is not None and copied[layout.SKIPPED] != self._skipped:
             self._skipped = copied[layout.SKIPPED]
-            here = torch.device("cpu")
-            known = scalars.allocate(torch.tensor, copied, dtype=torch.int64, device=here)
-            self._write(history_of(known), scaler, is_here=words.is_cpu)
+            state = scalars.allocate(torch.tensor, copied, dtype=torch.int64, device="cpu")
+            self._write(history_of(state), scaler, is_here=words.is_cpu)
 
     def _write(self, history: History, scaler: Any, *, is_here: bool) -> None:
         steps, first = history.step.tolist(), self._next or 0

@@ -61,7 +61,7 @@ def test_on_a_gpu_it_waits_for_nothing(
     if level == logging.ERROR:
         assert copies == lines(caplog) == []
     else:
-        assert len(copies) <= 80 / 8 + 2
+        assert len(copies) <= 80 / 16 + 2
         assert lines(caplog) == ["WARNING step 21 was skipped: inf or NaN in its gradients"]
 
 
