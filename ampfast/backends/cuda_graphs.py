@@ -111,17 +111,15 @@ def step_unless(
     Elsewhere the host waits for the flags, once.
     """
     result: float | None = None
-    on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
+    found: list[Any] = list(flags.values())
+    on_gpu = [flag for flag in found if getattr(flag, "is_cuda", False)]
     if on_gpu and is_capturing():
         with skipped_where(flags.values()):
             result = optimizer.step(*args, **kwargs)
     else:
-        others = [
-            flag for flag in flags.values() if not isinstance(flag, Tensor) or not flag.is_cuda
-        ]
-        if on_gpu:
-            place = on_gpu[0].device
-            others.append(sum(flag.to(place, non_blocking=True) for flag in on_gpu))  # type: ignore[arg-type]
-        if not sum(flag.item() for flag in others):
+        if len(on_gpu) > 1:
+            found = [flag for flag in found if not getattr(flag, "is_cuda", False)]
+            found.append(sum(flag.to(on_gpu[0].device, non_blocking=True) for flag in on_gpu))
+        if not sum(flag.item() for flag in found):
             result = optimizer.step(*args, **kwargs)
     return result

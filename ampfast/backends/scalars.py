@@ -54,14 +54,10 @@ def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     joint = new_flag(device)
     for flag in flags:
         here = moved(flag, device).reshape(()).abs()
-        here = torch.where(leaves_scale(here), here.clamp(max=SPIKE), 1.0)
+        # Also NaN is none of a spike.
+        here = torch.where(here < SPIKE_BOUND, here.clamp(max=SPIKE), 1.0)
         joint = torch.maximum(joint, here)
     return joint
-
-
-def leaves_scale(flag: Any) -> Any:
-    """Whether a flag, a number or a tensor, is 0 or a spike's; false for NaN."""
-    return abs(flag) < SPIKE_BOUND
 
 
 def inverse(scale: Tensor) -> Tensor:

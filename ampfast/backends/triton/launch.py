@@ -75,8 +75,11 @@ prepare = partial(core.triton_multi_tensor, _HERE, False)
 update_scale = partial(core.triton_update_scale, _HERE)
 
 
-def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
-    """Switches and compiler options of a pass."""
+def _options(name: str, device: torch.device, *switches: Any) -> dict[str, Any]:
+    """Switches and compiler options of a kernel."""
+    if name != "multi_tensor":
+        known = {"LARGEST": switches[0]} if switches else {}
+        return {**known, "num_warps": 1, "enable_fp_fusion": False}
     dtype, write, how, norm, largest, compares, is_last, accumulate, _ = switches
     triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
     options: dict[str, Any] = {"DTYPE": triton_dtype, "THREADS": _threads(device)}
@@ -93,28 +96,17 @@ def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    sums, norms = clip.sums, clip.accepted_norms
+    name, sums, norms = "clip_coefficient", clip.sums, clip.accepted_norms
     arguments = (
         *(sums, sums.numel() // 2, clip.max_norm, clip.norm, clip.coefficient),
         *(None if clip.divisor is None else clip.scale, clip.divisor, clip.found_inf),
         *(clip.skip_above, norms, 1 if norms is None else norms.numel() - norm_layout.RING),
     )
-    _launch("clip_coefficient", sums.device, arguments, clip.largest, clip.norm.dtype)
-
-
-def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
-    """Switches and compiler options of kernels that are no pass."""
-    largest = {"LARGEST": switches[0]} if switches else {}
-    return {**largest, "num_warps": 1, "enable_fp_fusion": False}
-
-
-def _launch(name: str, device: torch.device, arguments: _Arguments, *switches: Any) -> None:
-    """Launches a kernel of one program, whose arguments are made here."""
     # A None among the arguments is compiled in.
-    variant = (name, device, switches, *map(type, arguments))
+    variant = (name, sums.device, clip.largest, clip.norm.dtype, *map(type, arguments))
     known = _launched.get(variant)
     if known is None:
-        _first(variant, name, device, 1, arguments, switches)
+        _first(variant, name, sums.device, 1, arguments, (clip.largest,))
         return
     _, again, takes_addresses = known
     again(1, _addresses(arguments) if takes_addresses else arguments)
@@ -134,7 +126,7 @@ def _first(
     """
     cuda_graphs.refuse_capture("this", f"its kernel is not compiled yet; {cuda_graphs.WARM_UP}")
     function = getattr(kernels, name)
-    options = (_options if name == "multi_tensor" else _of_one_warp)(device, *switches)
+    options = _options(name, device, *switches)
     compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **options)
     if not chunks:
         return
