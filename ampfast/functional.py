@@ -84,10 +84,8 @@ def grad_norm(
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
     place = first if isinstance(first, Tensor) else new_flag(None)
-    tensors, shards = _local(grads, place, "the first")
-    if shards is not None:
-        return _grad_norm(list(grads), order, inv_scale, tensors, shards)
-    norm: Tensor = torch.ops.ampfast.grad_norm(tensors, order, inv_scale)
+    take = torch.ops.ampfast.grad_norm if torch.compiler.is_compiling() else _grad_norm
+    norm: Tensor = take(_checked(grads, place, "the first"), order, inv_scale)
     return norm
 
 
@@ -135,19 +133,17 @@ def update_scale_(
 
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    work = Pass(True, Factor.TIMES, inv_scale, found_inf)
-    _found(grads, writes=True).run(work, None, None, False)
+    _pass_over(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
 
 @torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
 def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
-    _found(grads).run(Pass(False, Factor.NONE, None, found_inf), None, None, False)
+    _pass_over(grads, Pass(False, Factor.NONE, None, found_inf))
 
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
 def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    return _grad_norm(grads, norm_type, inv_scale, grads, Ranks().local_shards())
+    return _grad_norm(grads, norm_type, inv_scale)
 
 
 @_grad_norm_op.register_fake
@@ -178,60 +174,49 @@ for _op in (_unscale_op, _check_op, _update_scale_op):
     _op.register_fake(lambda *args: None)
 
 
-def _grad_norm(
-    grads: list[Tensor],
-    order: float,
-    inv_scale: Tensor | None,
-    local: list[Tensor],
-    shards: LocalShards,
-) -> Tensor:
-    first = grads[0] if grads else inv_scale
-    device = torch.device("cpu") if first is None else first.device
-    found, agreement = _found(local), shards.ranks.agreement(shards.layouts.values())
+def _grad_norm(grads: list[Tensor], order: float, inv_scale: Tensor | None) -> Tensor:
+    local, shards = _local(grads)
+    norm: Tensor = _grad_norm_fake(local, order, inv_scale)
+    found = backends.choose().finder.find_over(local, False)
+    agreement = shards.ranks.agreement(shards.layouts.values())
     work = Pass(False, Factor.NONE if inv_scale is None else Factor.TIMES, inv_scale)
     term = global_norm.NormTerm(list(grads), (), found, work, shards)
-    sums, _ = global_norm.sums_of([term], order, device, agreement)
-    is_wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in local)
-    dtype = torch.float64 if is_wide else torch.float32
-    norm = allocate(torch.empty, (), dtype=dtype, device=device)
+    sums, _ = global_norm.sums_of([term], order, norm.device, agreement)
     clip = Clip(sums, math.inf, order != 2.0, norm)
-    knows = core.is_scalar(norm, dtype) and sums.dtype is torch.float64
-    (backends.choose().kernels_for(device) if knows else backends.TORCH_OPS).clip(clip)
+    knows = core.is_scalar(norm, norm.dtype) and sums.dtype is torch.float64
+    (backends.choose().kernels_for(norm.device) if knows else backends.TORCH_OPS).clip(clip)
     return norm
 
 
-def _found(tensors: list[Tensor], writes: bool = False) -> core.Found:
-    return backends.choose().finder.find_over(tensors, writes)
+def _pass_over(grads: list[Tensor], work: Pass) -> None:
+    found = backends.choose().finder.find_over(grads, work.write)
+    found.run(work, None, None, False)
 
 
 def _run(op: Any, how: Factor, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
-    """Runs a pass by kernels if they take the list as it is, else by a custom op.
+    """Runs a pass, in compiled code by a custom op; it writes if there is a factor.
 
-    It writes if there is a factor. Converting a list for an op takes longer than the kernel for a
-    thousand small tensors. After the op ranks agree on the flag if a gradient is distributed.
+    Ranks agree on the flag if a gradient is distributed.
     """
-    if not torch.compiler.is_compiling() and isinstance(grads, (list, tuple)):
-        kernels = backends.choose().kernels_for(found_inf.device)
-        are_plain = all(core.is_scalar(each, torch.float32) for each in (found_inf, *factor))
-        listed = core.list_of(grads, found_inf.device) if are_plain else None
-        if listed is not None and kernels is not backends.TORCH_OPS:
-            kernels.run(listed, Pass(bool(factor), how, *(factor or (None,)), found_inf))
-            if not factor:
-                torch.autograd.graph.increment_version(found_inf)
-            return
-    tensors, shards = _local(grads, found_inf)
-    if not torch.compiler.is_compiling():
-        # No custom op writes conjugate tensors of a list.
-        tensors = [core.real_view(tensor) for tensor in tensors]
-    op(tensors, found_inf, *factor)
-    if shards is not None:
+    if torch.compiler.is_compiling():
+        op(_checked(grads, found_inf), found_inf, *factor)
+        return
+    by = factor[0].resolve_neg() if factor else None
+    work = Pass(bool(factor), how, by, found_inf)
+    listed = core.list_of(grads, found_inf.device) if isinstance(grads, (list, tuple)) else None
+    kernels = backends.choose().kernels_for(found_inf.device)
+    if listed is not None and kernels is not backends.TORCH_OPS:
+        kernels.run(listed, work)
+    else:
+        tensors, shards = _local(_checked(grads, found_inf))
+        _pass_over(tensors, work)
         shards.agree_(found_inf)
+    if not factor:
+        torch.autograd.graph.increment_version(found_inf)
 
 
-def _local(
-    grads: list[Tensor], place: Tensor, name: str = "found_inf"
-) -> tuple[list[Tensor], LocalShards | None]:
-    """Checked gradients for an op, as local tensors; their shards if one is distributed."""
+def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> list[Tensor]:
+    """Returns gradients that are tensors on the device of `place`."""
     if not isinstance(grads, (list, tuple)):
         raise TypeError(f"grads must be a list of tensors, got {type(grads).__name__}")
     for index, grad in enumerate(grads):
@@ -242,14 +227,17 @@ def _local(
                 f"grads must be on the device of {name}, {place.device}, "
                 f"got grads[{index}] on {grad.device}"
             )
-        if not torch.compiler.is_compiling():  # the compiled op checks when it runs
-            core.require_storage(grad)
-    if torch.compiler.is_compiling():
-        return list(grads), None
+    return list(grads)
+
+
+def _local(grads: list[Tensor]) -> tuple[list[Tensor], LocalShards]:
+    """Returns gradients as local tensors, and the shards of distributed ones."""
     shards = Ranks().local_shards()
-    local = [shards(grad, grad, number) for number, grad in enumerate(grads)]
-    tensors = [grad if shard is None else shard for grad, shard in zip(grads, local, strict=True)]
-    return tensors, shards if shards.layouts else None
+    local = []
+    for number, grad in enumerate(grads):
+        shard = shards(grad, grad, number)
+        local.append(grad if shard is None else shard)
+    return local, shards
 
 
 def _require_scalars(**named: Tensor) -> None:
