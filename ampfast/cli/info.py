@@ -38,9 +38,8 @@ def collect() -> dict[str, Any]:
           instruction set (``cpu_capability``) and its CUDA kernels (``cuda_kernels``: "built" or
           "not built").
         - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``name``,
-          ``threads`` (None for a GPU), ``memory_bytes`` (None for the CPU), ``capability``
-          (torch's instruction set, or the compute capability), ``backend`` (None on an error) and
-          ``error`` (None without one).
+          ``properties`` (torch's text), ``backend`` (None on an error) and ``error`` (None without
+          one).
         - ``backends``: ``name``, ``available``, ``reason`` ("" if available) and
           ``device_types`` (empty for all) of each.
         - ``AMPFAST_BACKEND``: the environment variable, or None.
@@ -72,36 +71,27 @@ def collect() -> dict[str, Any]:
 
 def _devices() -> list[dict[str, Any]]:
     threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    devices = [_device("cpu", name=_cpu_name(), threads=threads, capability=capability)]
+    found: list[dict[str, Any]] = [
+        {"device": "cpu", "name": _cpu_name(), "properties": f"{capability}, {threads} threads"}
+    ]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return devices
-    # Some accelerators have no device properties.
-    describe = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
-    for index in range(torch.accelerator.device_count()):
-        device = f"{accelerator.type}:{index}"
-        properties = describe(torch.device(device)) if describe else None
-        major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
-        devices.append(
-            _device(
-                device,
-                name=getattr(properties, "name", accelerator.type),
-                memory_bytes=getattr(properties, "total_memory", None),
-                capability=None if major is None else f"{major}.{minor}",
-            )
-        )
-    return devices
+    if accelerator is not None:
+        # Some accelerators have no device properties.
+        describe = getattr(torch.get_device_module(accelerator), "get_device_properties", str)
+        for index in range(torch.accelerator.device_count()):
+            device = f"{accelerator.type}:{index}"
+            properties = describe(torch.device(device))
+            name = getattr(properties, "name", accelerator.type)
+            found.append({"device": device, "name": name, "properties": str(properties)})
+    return [{**each, **_backend(torch.device(each["device"]))} for each in found]
 
 
-def _device(device: str, **details: str | int | None) -> dict[str, Any]:
-    backend = error = None
+def _backend(device: torch.device) -> dict[str, str | None]:
     # AMPFAST_BACKEND may name a backend that does not exist or cannot run here.
     try:
-        backend = backends.default_for(torch.device(device))
+        return {"backend": backends.default_for(device), "error": None}
     except (ValueError, RuntimeError) as problem:
-        error = str(problem)
-    unknown = dict.fromkeys(("name", "threads", "memory_bytes", "capability"))
-    return {"device": device, **unknown, **details, "backend": backend, "error": error}
+        return {"backend": None, "error": str(problem)}
 
 
 def _cpu_name() -> str:
