@@ -182,7 +182,7 @@ class Said(NamedTuple):
 
 SAID = {
     "nan": Said(OF_NAN, OF_NAN, 0, [EQUAL, "losses: equal bit"]),
-    "zeros": Said(record([0.0]), record([-0.0]), 1, ["1 on: torch 0.0, ampfast -0.0, apart by 0"]),
+    "zeros": Said(record([0.0]), record([-0.0]), 1, ["1 on: torch 0.0, ampfast -0.0"]),
     "nan of torch, which repeats": Said(OF_NAN, TWO, 1, ["2 on: torch nan, ampfast 2.0 scales"]),
     "nan of torch, which does not": Said(OF_NAN, TWO, 0, [SAYS], OF_FIVE),
     "torch that breaks later": Said(record(FORTY), BROKEN, 1, ["from the first at step 31"], LATER),
@@ -198,15 +198,18 @@ SAID = {
     "noise": Said(SLOW, QUICK, 0, ["no times of whole steps: ", "took 1000 and 1400 us"], NOISY),
     "faster": Said(SLOW, QUICK, 0, ["4.00x faster"]),
     "last weights": Said(
-        record(FORTY), record(FORTY, weights=[[39, 7]]), 1, ["weights: differ at the end, step 40"]
+        record(FORTY),
+        record(FORTY, weights=[[39, 7]]),
+        1,
+        ["weights: differ from step 40 on: torch 42"],
     ),
     "more": Said(
         *(record(ONES), record(ONES, losses=[*NO_MORE, [1, 1.0], [2, 1.0]]), 1),
-        ["losses: differ in number at step 2: torch none, ampfast 1.0"],
+        ["losses: differ from step 2 on: torch none, ampfast 1.0"],
     ),
     "fewer": Said(
         *(record(ONES), record(ONES, losses=NO_MORE), 1),
-        ["losses: differ in number at step 3: torch 1.0, ampfast none"],
+        ["losses: differ from step 3 on: torch 1.0, ampfast none"],
     ),
 }
 
