@@ -105,24 +105,22 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
                 "GradScaler steps with one host sync"
             )
         if type(param) in _PLAIN:  # a subclass defines its own layout
-            tensors = {f"the {key!r}": state.get(key) for key in _ELEMENTWISE_STATE}
-            _require_same_memory(param, {"the gradient": param.grad, **tensors}, where)
+            tensors = {f"the {key!r} of {where}": state.get(key) for key in _ELEMENTWISE_STATE}
+            tensors = {where: param, f"the gradient of {where}": param.grad, **tensors}
+            _require_same_memory(param, tensors)
 
 
-def _require_same_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
+def _require_same_memory(param: Tensor, tensors: dict[str, Any]) -> None:
     """Refuses layouts that fused kernels, which index memory linearly, would misread."""
-    look, is_strided = _look(param), param.layout is torch.strided
-    # empty_like preserves strides only of dense tensors without overlap.
-    if not is_strided or torch.empty_like(param, device="meta").stride() != param.stride():
-        raise ValueError(
-            f"{where} is {look}: its elements overlap or leave gaps, and torch's fused kernels "
-            "need dense tensors"
-        )
+    look, is_dense = _look(param), param.layout is torch.strided
+    if is_dense:
+        # empty_like preserves strides only of dense tensors without overlap.
+        is_dense = torch.empty_like(param, device="meta").stride() == param.stride()
     for name, value in tensors.items():
-        if isinstance(value, Tensor) and _look(value) != look:
+        if isinstance(value, Tensor) and not (is_dense and _look(value) == look):
             raise ValueError(
-                f"{name} of {where} is {_look(value)}: torch's fused kernels need it as the "
-                f"parameter is, {look}"
+                f"{name} is {_look(value)}: torch's fused kernels need dense tensors, without "
+                f"overlap or gaps, that are all as the parameter is, {look}"
             )
 
 
