@@ -35,7 +35,7 @@ class _Masters(dict[Tensor, Tensor]):
         others: The parameters in the groups without one.
     """
 
-    places: list[list[int]] | None = None
+    places: list[int] | None = None
     looks = b""
     others: Sequence[Tensor] = ()
 
@@ -228,18 +228,16 @@ def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tupl
 
 def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and lends them gradients in float32."""
-    masters, groups = optimizer._masters, optimizer.param_groups
-    refuse_differentiable(groups, "master weights do")
-    places = [list(map(id, group["params"])) for group in groups]
+    masters, params = optimizer._masters, _params(optimizer)
+    refuse_differentiable(optimizer.param_groups, "master weights do")
+    places = list(map(id, params))
     if (
         places != masters.places
         or core.looks_of(_locals(masters)) != masters.looks
         or any(map(_is_trained, masters.others))
     ):
-        for index, group in enumerate(groups):
-            for number, param in enumerate(group["params"]):
-                _follow(masters, param, f"parameter {number} of group {index}")
-        params = _params(optimizer)
+        for number, param in enumerate(params):
+            _follow(masters, param, number)
         for param in masters.keys() - set(params):
             del masters[param]
         masters.others = [param for param in params if param not in masters]
@@ -249,7 +247,7 @@ def _prepare(optimizer: MasterWeights) -> None:
         weight.grad = param.grad
 
 
-def _follow(masters: _Masters, param: Tensor, where: str) -> None:
+def _follow(masters: _Masters, param: Tensor, number: int) -> None:
     """Makes the master weight of a parameter, or makes it equal to it."""
     weight = masters.get(param)
     if weight is None:
@@ -257,9 +255,9 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
         return
     if not _fits(param) or param.shape != weight.shape:
         raise RuntimeError(
-            f"{where} is {param.dtype} of shape {tuple(param.shape)}, and its master weight was "
-            f"made for 16 bit and {tuple(weight.shape)}: make the optimizer after the model's "
-            "conversion"
+            f"parameter {number} is {param.dtype} of shape {tuple(param.shape)}, and its master "
+            f"weight was made for 16 bit and {tuple(weight.shape)}: make the optimizer after the "
+            "model's conversion"
         )
     if weight.device != param.device:
         masters[param] = weight.detach().to(param.device).requires_grad_()
