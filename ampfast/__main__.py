@@ -33,20 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
         "check",
         help="proof on your machine: is everything equal to torch's?",
         description="Runs lists of gradients of each dtype through each backend of this machine, "
-        "beside torch's ops, and a small training by both scalers; measures both. Prints one block "
-        "of text to paste into an issue.",
+        "beside torch's ops, and a small training by both scalers; measures both.",
         epilog="Exit code: 1 if anything differs.",
     )
 
     run = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
-        description="Runs a script as python does, unedited. Wherever it "
-        "makes torch's GradScaler, it gets ampfast's; with --guard, for bfloat16 and float32, bad "
-        "steps of torch's optimizers are skipped. At the end a line tells the steps, the "
-        "skipped ones, the final scale, the scaler's own time and its share of a step. For several "
-        "ranks torchrun starts it, and rank 0 prints the line: torchrun --nproc_per_node 2 -m "
-        "ampfast run SCRIPT ARGS...",
+        description="Runs a script as python does, unedited, with ampfast's GradScaler wherever "
+        "it makes torch's. At the end a line tells the steps, the skipped ones, the final scale, "
+        "the scaler's own time and its share of a step. For several ranks torchrun starts it, and "
+        "rank 0 prints the line: torchrun --nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
     )
     run.add_argument(
         "--guard",
@@ -77,12 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
     compare = commands.add_parser(
         "compare",
         help="your training script with torch's scaler and with ampfast's, side by side",
-        description="Runs a script three times, unedited, each time in a process of its own: with "
-        "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
-        "repeats itself. Prints the times of the scalers, and whether losses, scales, skipped "
-        "steps and the final weights are equal bit for bit; of what the script prints, the last "
-        "lines if it fails. The runs share the folder: a script that resumes from its checkpoints "
-        "does not repeat itself. Compares one process: it refuses to be started by torchrun.",
+        description="Runs a script three times, unedited: with torch's scaler, with ampfast's, and "
+        "with torch's again, which tells whether the script repeats itself. Prints the times of "
+        "the scalers, and whether losses, scales, skipped steps and the final weights are equal "
+        "bit for bit. The runs share the folder: a script that resumes from its checkpoints does "
+        "not repeat itself. Compares one process: it refuses to be started by torchrun.",
         epilog="Exit code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 "
         "if there was nothing to compare.",
     )

@@ -32,10 +32,6 @@ _NO_GUARD = "ampfast: --guard had no effect beside the program's own scaler, whi
 _KINDS = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
 
 
-class _Ended(SystemExit):
-    """Ends a program after the asked number of steps, as sys.exit() does: no Exception."""
-
-
 def run(
     program: str,
     arguments: list[str],
@@ -70,8 +66,8 @@ def run(
     process, failed, is_over = os.getpid(), False, False
 
     def finish() -> None:
-        # It reports neither in a fork of the program's, nor a second time.
-        if os.getpid() == process and not is_over:
+        # It reports neither in a fork of the program's, nor a second time, nor for other ranks.
+        if os.getpid() == process and not is_over and is_first_rank():
             _report(clock, record, _NO_STEP if guard else _NO_SCALER, failed)
 
     def ended(one: Record) -> None:
@@ -82,7 +78,7 @@ def run(
             finish()
             is_over = True
         if is_over:
-            raise _Ended(0)
+            sys.exit(0)
 
     clock = ScalerClock(*_KINDS, keeps_values=record is not None, ended=ended)
     if not keep_torch:
@@ -128,18 +124,17 @@ def _report(clock: ScalerClock, file: str | None, nothing: str, failed: bool) ->
     if file is not None:
         weights = clock.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
-    elif is_first_rank():
-        lines = [describe(one) for one in records[:_MOST]]
-        lines += [] if records or failed else [nothing]
-        for number, line in enumerate(lines, start=1):
-            which = f" scaler {number}:" if len(records) > 1 else ""
-            print(f"ampfast:{which} {line}", file=sys.stderr)
-        kinds = [type(one.scaler) for one in records if one.scaler._enabled]
-        if nothing is _NO_STEP and not all(issubclass(kind, StepGuard) for kind in kinds):
-            print(_NO_GUARD, file=sys.stderr)
-        for one in records[:_MOST]:
-            if getattr(one.scaler, "_track", None) is not None:
-                print(one.scaler._report_or_reason(), file=sys.stderr)
+        return
+    for number, one in enumerate(records[:_MOST], start=1):
+        which = f" scaler {number}:" if len(records) > 1 else ""
+        print(f"ampfast:{which} {describe(one)}", file=sys.stderr)
+        if getattr(one.scaler, "_track", None) is not None:
+            print(one.scaler._report_or_reason(), file=sys.stderr)
+    if not records and not failed:
+        print(f"ampfast: {nothing}", file=sys.stderr)
+    scalers = [one.scaler for one in records if one.scaler._enabled]
+    if nothing is _NO_STEP and not all(isinstance(each, StepGuard) for each in scalers):
+        print(_NO_GUARD, file=sys.stderr)
 
 
 def describe(record: Record) -> str:
