@@ -54,12 +54,12 @@ def require_int(name: str, value: object, least: int, most: int) -> None:
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
 
 
-def refuse_differentiable(groups: list[dict[str, Any]], what_does: str, where: str = "") -> None:
+def refuse_differentiable(groups: list[dict[str, Any]], what_does: str) -> None:
     """Raises ValueError for differentiable groups, which what is named does not support."""
     for index, group in enumerate(groups):
         if group.get("differentiable"):
             raise ValueError(
-                f"group {index}{where} has differentiable=True, which {what_does} not support"
+                f"group {index} has differentiable=True, which {what_does} not support"
             )
 
 

@@ -15,7 +15,6 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED = {"fused": True, "foreach": False}
-_FUSED_DOES = "torch's fused implementation does"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # State that kernels index like the parameter.
 _ELEMENTWISE_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
@@ -59,7 +58,7 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
             "fused=True to its constructor, or keep it, which GradScaler steps with one host sync"
         )
     refuse_capture("sync_free_, which moves step counters", "call it before")
-    refuse_differentiable(optimizer.param_groups, _FUSED_DOES)
+    refuse_differentiable(optimizer.param_groups, "torch's fused implementation does")
     # Counters created in inference mode could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
@@ -83,9 +82,8 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """State dict as saved by a fused optimizer, whose counters torch moves when loading."""
-    saved = state_dict["param_groups"]
-    refuse_differentiable(saved, _FUSED_DOES, " of the state dict")
-    return {**state_dict, "param_groups": [{**group, **_FUSED} for group in saved]}
+    groups = [{**group, **_FUSED} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
 
 
 def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
