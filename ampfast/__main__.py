@@ -15,14 +15,14 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line after the program's name; None takes it from ``sys.argv``.
 
     Returns:
-        The exit code; 2 for a command line without a command.
+        The exit code.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ampfast",
         description="ampfast, a drop-in replacement for torch.amp.GradScaler",
     )
     parser.add_argument("--version", action="version", version=f"ampfast {ampfast.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "info",
         help="versions, devices and available backends",
@@ -85,9 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
     compare.add_argument(
         "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
     )
-    compare.add_argument(
-        "--json", dest="as_json", action="store_true", help="print one JSON object"
-    )
     for command in (run, compare):
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
@@ -101,9 +98,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
 
     options = parser.parse_args(arguments)
-    if options.command is None:
-        parser.print_help()
-        return 2
     if options.command in ("run", "compare"):
         given = options.program
         options.program, *options.arguments = given[given[0] == "--" :]

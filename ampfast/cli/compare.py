@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 4
 # Quotient of the times of torch's two runs up to which times of whole steps are printed.
 _QUIET = 1.05
 
@@ -38,9 +37,7 @@ class _CannotCompareError(Exception):
     """Says what the program lacks, as the end of a sentence."""
 
 
-def run(
-    program: str, arguments: list[str], is_module: bool, steps: int | None, as_json: bool
-) -> int:
+def run(program: str, arguments: list[str], is_module: bool, steps: int | None) -> int:
     """Runs a script or module with each scaler, and prints what differs.
 
     Args:
@@ -48,7 +45,6 @@ def run(
         arguments: The program's own arguments.
         is_module: Whether it is a module, as after ``python -m``.
         steps: Number of updates of a scaler after which a run ends; None for the program's end.
-        as_json: Whether one JSON object is printed, instead of text.
 
     Returns:
         The exit code: 0 if both are equal or torch's does not repeat itself, 1 if they differ, 2
@@ -62,8 +58,8 @@ def run(
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
-    facts = {"schema": SCHEMA, "program": called, **_compared(theirs, ours, again)}
-    print(json.dumps(facts, indent=2) if as_json else describe(facts))
+    facts = _compared(theirs, ours, again)
+    print(describe(facts))
     return int(facts["verdict"] == "different")
 
 
@@ -75,22 +71,12 @@ def _compared(theirs: list[_Record], ours: list[_Record], again: list[_Record]) 
     is_broken = broken is not None and (first is None or broken <= first)
     return {
         "verdict": "equal" if is_equal else "not repeatable" if is_broken else "different",
-        "torch_again": {"first_difference": broken},
+        "torch_breaks_at": broken,
         "scalers": [
-            {
-                "torch": _summary(a),
-                "ampfast": _summary(b),
-                "again": _summary(c),
-                "first_differences": found,
-            }
+            {"torch": a, "ampfast": b, "again": c, "first_differences": found}
             for a, b, c, found in zip(theirs, ours, again, differences, strict=False)
         ],
     }
-
-
-def _summary(record: _Record) -> _Record:
-    losses = len(record["values"]["losses"])
-    return {**{k: v for k, v in record.items() if k not in ("told", "values")}, "losses": losses}
 
 
 def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:
@@ -101,8 +87,7 @@ def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:
     is_ours = number == 2
     name, again = "ampfast's" if is_ours else "torch's", ", again" if number > 2 else ""
     print(f"ampfast compare: runs with {name} scaler{again}", file=sys.stderr)
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-m", "ampfast", "run"]
+    command = [sys.executable, "-m", "ampfast", "run"]
     command += [] if is_ours else ["--keep-torch"]
     command += [] if stop is None else ["--stop", str(stop)]
     with tempfile.TemporaryDirectory() as folder:
@@ -167,12 +152,12 @@ def describe(facts: dict[str, Any]) -> str:
             if name in found:
                 step, a, b = found[name]
                 lines.append(f"{name}: differ from step {step} on: torch {a}, ampfast {b}")
-            elif name == "losses" and not scaler["torch"]["losses"]:
+            elif name == "losses" and not scaler["torch"]["values"]["losses"]:
                 lines.append("losses: no losses seen: scale() was given none")
             else:
                 lines.append(f"{name}: equal bit for bit")
         lines.append("")
-    step = facts["torch_again"]["first_difference"]
+    step = facts["torch_breaks_at"]
     told = f"differs from the first at step {step}: {_UNSEEDED}" if step else "equals the first."
     lines += [f"A second run with torch's scaler {told}", _VERDICTS[facts["verdict"]]]
     return "\n".join(lines)

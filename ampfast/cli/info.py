@@ -15,8 +15,6 @@ import ampfast
 from ampfast import backends
 from ampfast.backends import core, cuda
 
-SCHEMA = 1
-
 
 def run() -> int:
     """Prints the result of :func:`collect` as JSON; returns the exit code 0."""
@@ -29,9 +27,8 @@ def collect() -> dict[str, Any]:
     """Collects the facts that ``python -m ampfast info`` prints.
 
     Returns:
-        A dict of plain values; with the same ``schema``, keys are only ever added.
+        A dict of plain values.
 
-        - ``schema`` (int): version of this structure.
         - ``versions``: ``ampfast``, ``python``, ``platform``, ``torch``, torch's ``cuda`` and
           ``hip``, and ``triton``; None for a missing one.
         - ``extension``: build of the compiled core (``torch``, ``compiler``, ``openmp``), its
@@ -45,7 +42,6 @@ def collect() -> dict[str, Any]:
         - ``AMPFAST_BACKEND``: the environment variable, or None.
     """
     return {
-        "schema": SCHEMA,
         "versions": {
             "ampfast": ampfast.__version__,
             "python": platform.python_version(),

@@ -14,7 +14,7 @@ from typing import Any
 import ampfast
 from ampfast import StepGuard
 from ampfast.cli.guarded_steps import GuardedSteps
-from ampfast.cli.scaler_clock import Record, ScalerClock, is_first_rank
+from ampfast.cli.scaler_clock import Record, ScalerClock
 from ampfast.scaler import loop_checks
 
 # Scalers that are described.
@@ -67,7 +67,8 @@ def run(
 
     def finish() -> None:
         # It reports neither in a fork of the program's, nor a second time, nor for other ranks.
-        if os.getpid() == process and not is_over and is_first_rank():
+        is_first = os.environ.get("RANK", "0") == "0"
+        if os.getpid() == process and is_first and not is_over:
             _report(clock, record, _NO_STEP if guard else _NO_SCALER, failed)
 
     def ended(one: Record) -> None:

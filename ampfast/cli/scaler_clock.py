@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +26,6 @@ _ENDS = ("update", "step_and_update")
 _WARM_UP = 4
 # Number of values that may wait on a device.
 _PENDING = 1000
-
-
-def is_first_rank() -> bool:
-    """Whether this process prints: rank 0 under torchrun, or a program without ranks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def checksum(tensor: Tensor) -> int:
