@@ -99,6 +99,24 @@ _warnings: set[str] = set()
 
 
 @dataclass(frozen=True)
+class Support:
+    """Whether a backend can serve, and else why not.
+
+    Attributes:
+        supported: Whether it can.
+        reason: Why it cannot; else empty.
+    """
+
+    supported: bool
+    reason: str = ""
+
+    @classmethod
+    def unless(cls, reason: str) -> Support:
+        """Returns that a backend can serve, unless there is a reason why it cannot."""
+        return cls(not reason, reason)
+
+
+@dataclass(frozen=True)
 class BackendReport:
     """One backend on this machine.
 
@@ -153,8 +171,8 @@ class Choice:
         gpu = _current_gpu() if device.index is None else device
         if self._name not in _LAUNCHERS or self._on_cpu == "triton":
             return _default_on_gpu(gpu)
-        if reason := reason_against(self._name, gpu):
-            raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
+        if not (found := support(self._name, gpu)).supported:
+            raise RuntimeError(f"backend {self._name!r} cannot run here: {found.reason}")
         return self._name
 
     def kernels_for(self, device: torch.device) -> Kernels:
@@ -175,20 +193,20 @@ def report() -> list[BackendReport]:
     """Returns a report on every backend, in the order of `NAMES`."""
     found = []
     for name in NAMES:
-        reason, device_types = "", ("cpu",) if name == "cpu" else ()
+        here, device_types = Support(True), ("cpu",) if name == "cpu" else ()
         if name in _LAUNCHERS:
             device_types = ("cuda",)
-            if not (reason := reason_against(name)):
+            if (here := support(name)).supported:
                 device = torch.device("cpu") if _takes_cpu(name) else _current_gpu()
-                reason = reason_against(name, device)
-                device_types = ("cuda" if reason else device.type,)
-        found.append(BackendReport(name, not reason, reason, device_types))
+                here = support(name, device)
+                device_types = (device.type if here.supported else "cuda",)
+        found.append(BackendReport(name, here.supported, here.reason, device_types))
     return found
 
 
 @cache
-def reason_against(name: str, device: torch.device | None = None) -> str:
-    """Returns why the kernels of a GPU backend cannot serve; an empty text if they can.
+def support(name: str, device: torch.device | None = None) -> Support:
+    """Returns whether the kernels of a GPU backend can serve.
 
     GPUs are tried separately, as they may differ; interpreted kernels on the CPU.
 
@@ -198,24 +216,24 @@ def reason_against(name: str, device: torch.device | None = None) -> str:
             what is known without a launch.
     """
     if device is None:
-        return _what_is_missing(name)
-    if reason := reason_against(name):
-        return reason
+        return Support.unless(_what_is_missing(name))
+    if not (found := support(name)).supported:
+        return found
     if device.type == "cuda":
         if _takes_cpu(name):
-            return _INTERPRETED
+            return Support(False, _INTERPRETED)
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _LEAST_CAPABILITY[name]:
             least = ".".join(map(str, _LEAST_CAPABILITY[name]))
-            return f"{device} has compute capability below {least}"
+            return Support(False, f"{device} has compute capability below {least}")
     try:
         # A thread of its own is without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
-            return aside.submit(_try_out, name, device).result()
+            return Support.unless(aside.submit(_try_out, name, device).result())
     except Exception as error:  # compilers raise errors of many types
         reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
-        return reason + (_what_triton_lacks() if name == "triton" else "")
+        return Support(False, reason + (_what_triton_lacks() if name == "triton" else ""))
 
 
 def default_for(device: torch.device) -> str:
@@ -270,8 +288,8 @@ def require_known(name: str | None, source: str = "backend") -> None:
 @cache
 def _choice(source: str, name: str | None) -> Choice:
     require_known(name, source)
-    if name in _LAUNCHERS and (reason := reason_against(name)):
-        raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
+    if name in _LAUNCHERS and not (found := support(name)).supported:
+        raise RuntimeError(f"{source} {name!r} cannot run here: {found.reason}")
     return Choice(name)
 
 
@@ -334,11 +352,12 @@ def _try_out(name: str, device: torch.device) -> str:
 def _default_on_gpu(device: torch.device) -> str:
     refused: dict[str, str] = {}
     for name in _LAUNCHERS:
-        if not (reason := reason_against(name, device)):
+        found = support(name, device)
+        if found.supported:
             # One kind of kernels is enough: nobody misses another that is not installed.
-            refused = {each: refused[each] for each in refused if not reason_against(each)}
+            refused = {each: refused[each] for each in refused if support(each).supported}
             break
-        refused[name] = reason
+        refused[name] = found.reason
     else:
         name = "aten"
     for each, reason in refused.items():

@@ -29,7 +29,7 @@ def forgotten(monkeypatch):
     monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
     monkeypatch.setattr(backends, "_kernels", {"aten": backends.TORCH_OPS, "cpu": cpu})
     monkeypatch.setattr(backends, "_warnings", set())
-    cached = backends._choice, backends.reason_against
+    cached = backends._choice, backends.support
     for function in cached:
         function.cache_clear()
     yield
@@ -104,10 +104,11 @@ def test_a_backend_that_cannot_be_had_is_refused_at_once(monkeypatch, name, erro
 def machine(monkeypatch, missing, failing):
     """Simulated machine with a GPU, whose backends are missing or fail for these reasons."""
 
-    def reason_against(name, device=None):
-        return missing.get(name) or (failing.get(name, "") if device else "")
+    def support(name, device=None):
+        reason = missing.get(name) or (failing.get(name, "") if device else "")
+        return backends.Support(not reason, reason)
 
-    monkeypatch.setattr(backends, "reason_against", reason_against)
+    monkeypatch.setattr(backends, "support", support)
     monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(backends, "_kernels_of", lambda name: name)
 
@@ -265,7 +266,7 @@ def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
         assert backends.choose("triton").name_for(CPU) == "triton"
     if reason == DOES_NOT_RUN:
         monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
-        backends.reason_against.cache_clear()
+        backends.support.cache_clear()
         assert f"no {tmp_path}/Python.h" in str(backends.report())
 
 
