@@ -70,7 +70,7 @@ class Record:
     Attributes:
         optimizer: Returns it, or None once it is deleted.
         turn: Its last turn.
-        divides: What decides whether its step divides by the scale, and the answer; or None.
+        divides_by: What decides by what its step divides, and that; or None before it is known.
         rows: The tables by parameter, of `diagnose.overflow_report`, or None.
         norms: Histories of the norms of its steps by the name of their rule, of
             `clip.norm_history`.
@@ -80,7 +80,7 @@ class Record:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer: Callable[[], Any] = lambda: optimizer
         self.turn = new_turn()
-        self.divides: tuple[list[Any], bool] | None = None
+        self.divides_by: tuple[list[Any], str | None] | None = None
         self.rows: Any = None
         self.norms: dict[str, Any] = {}
         self.place: int | None = None

@@ -214,9 +214,23 @@ py::object kinds_of(PyObject* params) {
   return py::bytes(reinterpret_cast<const char*>(kinds.data()), kinds.size() * sizeof(uint16_t));
 }
 
+// A reference to the function of an optimizer's step, which a schedule may wrap; what equals nothing
+// if that takes none.
+py::object step_of(PyObject* optimizer) {
+  static PyObject* const name = PyUnicode_InternFromString("step");
+  const py::object step = py::getattr(optimizer, name, py::none());
+  PyObject* function = PyMethod_Check(step.ptr()) ? PyMethod_GET_FUNCTION(step.ptr()) : step.ptr();
+  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(function, nullptr));
+  if (!reference) {
+    PyErr_Clear();
+    return py::float_(NAN);
+  }
+  return reference;
+}
+
 // Nothing unless an optimizer, or else its class, says that it takes grad_scale; else a list of
-// what decides whether it does: its class, that word and, of each group, "fused" and the kinds of
-// its parameters.
+// what decides whether it does: its class, that word, its step and, of each group, "fused" and the
+// kinds of its parameters.
 std::optional<py::list> claim_of(PyObject* optimizer) {
   static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
   static PyObject* const groups_name = PyUnicode_InternFromString("param_groups");
@@ -239,6 +253,7 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   py::list claim;
   claim.append(py::handle(type));
   claim.append(py::handle(word));
+  claim.append(step_of(optimizer));
   const py::object groups = py::getattr(optimizer, groups_name, py::none());
   if (PyList_Check(groups.ptr())) {
     for (const py::handle group : py::list(groups)) {
@@ -252,21 +267,21 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   return claim;
 }
 
-// divides(records, optimizer) -> whether its step divides by grad_scale and skips by found_inf; its
-// record keeps the answer until the claim or torch's kernels change
-PyObject* divides(PyObject* const* args) {
+// divides_by(records, optimizer) -> as `decide_division` says; its record keeps the answer until the
+// claim or torch's kernels change
+PyObject* divides_by(PyObject* const* args) {
   static PyObject* const module =
       py::module_::import("ampfast.optim.fused_support").release().ptr();
   static PyObject* const torch = py::module_::import("torch").release().ptr();
   static PyObject* const operators = PyUnicode_InternFromString("operators");
-  static PyObject* const divides = PyUnicode_InternFromString("divides");
+  static PyObject* const divides_by = PyUnicode_InternFromString("divides_by");
   std::optional<py::list> claim = claim_of(args[1]);
   if (!claim) {
-    return Py_NewRef(Py_False);
+    return nullptr;
   }
   claim->append(py::getattr(module, operators)(py::handle(torch)));
   const py::object record = record_of(args[0], args[1]);
-  const py::object known = py::getattr(record, divides);
+  const py::object known = py::getattr(record, divides_by);
   if (!known.is_none()) {
     const int is_same = PyObject_RichCompareBool(py::tuple(known)[0].ptr(), claim->ptr(), Py_EQ);
     if (is_same < 0) {
@@ -306,7 +321,7 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<is_found, 1>(m, "is_found");
   add_call<flag_of, 1>(m, "flag_of");
-  add_call<divides, 2>(m, "divides");
+  add_call<divides_by, 2>(m, "divides_by");
   add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");

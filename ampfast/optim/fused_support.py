@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,24 +18,6 @@ from ampfast.backends.scalars import allocate, new_flag
 from ampfast.errors import add_note, warn_caller
 from ampfast.gradients import Record, Records
 from ampfast.optim.master_weights import MasterWeights
-
-# By the id of a callable that lives: reading a signature takes longer than checking a thousand
-# gradients.
-_signatures: dict[int, tuple[weakref.ref[Callable[..., Any]], bool]] = {}
-
-
-def takes_grad_scaler(step: Callable[..., Any]) -> bool:
-    """Whether an optimizer's step takes torch's legacy keyword `grad_scaler`."""
-    # Each access makes a new bound method; a schedule puts a plain function on the instance.
-    function = step.__func__ if type(step) is MethodType else step
-    known = _signatures.get(id(function))
-    if known is not None and known[0]() is function:
-        return known[1]
-    takes = "grad_scaler" in inspect.signature(step).parameters
-    key = id(function)
-    with suppress(TypeError):  # Some callables take no weak reference.
-        _signatures[key] = weakref.ref(function, partial(_signatures.pop, key)), takes
-    return takes
 
 
 def legacy_step(
@@ -142,7 +120,7 @@ def can_defer(optimizer: Any, records: Records, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
-    if takes_grad_scaler(optimizer.step) or not core.divides(records, optimizer):
+    if core.divides_by(records, optimizer) != "grad_scale":
         return False
     if hasattr(optimizer, "grad_scale"):
         raise own_grad_scale(optimizer)
@@ -162,21 +140,26 @@ def own_grad_scale(optimizer: object) -> ValueError:
     )
 
 
-def decide_division(optimizer: Any, record: Record, claim: list[Any]) -> bool:
-    """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
+def decide_division(optimizer: Any, record: Record, claim: list[Any]) -> str | None:
+    """Returns "grad_scale" if an optimizer's own step divides by that and skips by `found_inf`.
 
+    Or "grad_scaler" if it takes torch's legacy keyword of that name, None if it does not divide.
     Its class says so, or the object itself if torch's constructor made it: what it has from another
     optimizer, by `__getattr__`, a property or a copy, does not count. All of its groups must be
     fused, and torch's kernels must be right. Any other optimizer gets unscaled gradients, and the
-    host skips its step. `core.divides` asks once for a claim, the list of what may decide it, and
+    host skips its step. `core.divides_by` asks once for a claim, the list of what may decide, and
     the record keeps the answer, unless a capture keeps kernels from being tried.
     """
     divides = getattr(type(optimizer), _FLAG, None) is True
     if isinstance(optimizer, torch.optim.Optimizer):
         divides = (divides or _is_made_by_torch(optimizer)) and _divides_rightly(optimizer)
-        if not is_capturing():
-            record.divides = claim, divides
-    return divides
+    by = None
+    if divides:
+        is_legacy = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        by = "grad_scaler" if is_legacy else "grad_scale"
+    if not is_capturing():
+        record.divides_by = claim, by
+    return by
 
 
 def _is_made_by_torch(optimizer: Any) -> bool:

@@ -11,12 +11,7 @@ from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, flag_of
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.gradients import READY, UNSCALED, Turn, new_turn
-from ampfast.optim.fused_support import (
-    lacks_momentum,
-    legacy_step,
-    own_grad_scale,
-    takes_grad_scaler,
-)
+from ampfast.optim.fused_support import lacks_momentum, legacy_step, own_grad_scale
 from ampfast.scaler.passes import Passes, begin, joint_flags
 
 
@@ -26,6 +21,7 @@ def step_fused(
     optimizer: Any,
     turn: Turn,
     scale: Tensor,
+    by: str | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> float | None:
@@ -33,8 +29,7 @@ def step_fused(
 
     Its gradients are only read before.
     """
-    # Whose step is to clip does not.
-    if turn.divisor is None and takes_grad_scaler(optimizer.step):
+    if by == "grad_scaler" and turn.divisor is None:
         return legacy_step(optimizer, scaler, args, kwargs)
     found_inf, grad_scale = _found_by_division(passes, optimizer, turn, scale)
     flags = turn["found_inf_per_device"]
@@ -88,6 +83,9 @@ def _found_by_division(
         # What unscale_ found counts too; in new tensors, for a caller may hold its own.
         turn["found_inf_per_device"] = joint_flags(turn["found_inf_per_device"], flags)
     flags = turn["found_inf_per_device"]
+    found = flag_of(flags) if scale.is_cpu and flags else None
+    if found is not None:
+        return found, grad_scale
     if is_new and not turn.may_spike and len(flags) == 1 and scale.device in flags:
         # Exactly 0 or 1; only another's optimizer may write it.
         flag = flags[scale.device]
@@ -95,7 +93,4 @@ def _found_by_division(
         return flag if is_torchs else flag.clone(), grad_scale
     # A spike's flag is 1 for torch's fused optimizers. Nothing checked is 0, as torch's sum over
     # nothing.
-    on_cpu = flag_of(flags) if scale.is_cpu and flags else None
-    if on_cpu is not None:
-        return on_cpu, grad_scale
     return scalars.any_found(flags.values(), scale.device) if flags else 0, grad_scale

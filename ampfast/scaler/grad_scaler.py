@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import backends, distributed
 from ampfast.backends import cuda_graphs, scalars
-from ampfast.backends.core import Factor, Pass, divides, flags_of, is_found, overrides, turn_of
+from ampfast.backends.core import Factor, Pass, divides_by, flags_of, is_found, overrides, turn_of
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import new_flag
@@ -364,8 +364,8 @@ class GradScaler(TorchGradScaler):
             if overridden:
                 result = step_hooked(self, optimizer, turn, args, kwargs)
             # One that was to divide still has scaled gradients.
-            elif turn.divisor is not None or divides(self._records, optimizer):
-                result = step_fused(self, passes, optimizer, turn, scale, args, kwargs)
+            elif (by := divides_by(self._records, optimizer)) or turn.divisor is not None:
+                result = step_fused(self, passes, optimizer, turn, scale, by, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.

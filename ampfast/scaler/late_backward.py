@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends.core import divides
+from ampfast.backends.core import divides_by
 from ampfast.errors import warn_caller
 from ampfast.gradients import READY, UNSCALED, Turn, grads_of
 
@@ -60,7 +60,7 @@ def warn(scaler: Any, optimizer: object, turn: Turn) -> None:
     # unscales again.
     if turn["stage"] is READY or scaler._warned_of_backward:
         return
-    if turn["found_inf_per_device"] or divides(scaler._records, optimizer):
+    if turn["found_inf_per_device"] or divides_by(scaler._records, optimizer):
         scaler._warned_of_backward = True
         warn_caller(WARNING.format(type(optimizer).__name__))
 

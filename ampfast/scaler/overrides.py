@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from ampfast.backends.core import divides
+from ampfast.backends.core import divides_by
 from ampfast.gradients import READY, TorchGradScaler, Turn
-from ampfast.optim.fused_support import explain, legacy_step, no_inf_checks, takes_grad_scaler
+from ampfast.optim.fused_support import explain, legacy_step, no_inf_checks
 
 Methods = dict[str, Callable[..., Any] | None]
 
@@ -59,12 +59,11 @@ def step_hooked(
     Except for an optimizer that torch would misjudge, or warn of at a line of this file.
     """
     asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-    is_fused = asks and divides(scaler._records, optimizer)
-    is_legacy = is_fused and takes_grad_scaler(optimizer.step)
-    if not asks or (is_fused and not is_legacy):
+    by = divides_by(scaler._records, optimizer) if asks else None
+    if not asks or by == "grad_scale":
         return torchs_step(scaler, optimizer, args, kwargs)
     scaler._check_scale_growth_tracker("step")
-    if is_legacy:
+    if by == "grad_scaler":
         return legacy_step(optimizer, scaler, args, kwargs)
     # A wrapper of one that divides is stepped as a plain optimizer.
     if turn["stage"] is READY:

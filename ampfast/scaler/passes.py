@@ -107,8 +107,7 @@ class Passes:
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
-        is_kept = turn.is_measured and turn.may_spike
-        before = turn["found_inf_per_device"] if is_kept else {}
+        before = turn["found_inf_per_device"] if turn.may_spike else None
         flags: Flags = self._finder.take(optimizer, turn, self._dividing, True)
         if before:
             turn["found_inf_per_device"] = joint_flags(before, flags)
