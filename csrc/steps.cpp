@@ -214,8 +214,8 @@ py::object kinds_of(PyObject* params) {
   return py::bytes(reinterpret_cast<const char*>(kinds.data()), kinds.size() * sizeof(uint16_t));
 }
 
-// A reference to the function of an optimizer's step, which a schedule may wrap; what equals nothing
-// if that takes none.
+// A reference to the function of an optimizer's step, which a schedule may wrap; what equals
+// nothing if that takes none.
 py::object step_of(PyObject* optimizer) {
   static PyObject* const name = PyUnicode_InternFromString("step");
   const py::object step = py::getattr(optimizer, name, py::none());
@@ -267,8 +267,8 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   return claim;
 }
 
-// divides_by(records, optimizer) -> as `decide_division` says; its record keeps the answer until the
-// claim or torch's kernels change
+// divides_by(records, optimizer) -> as `decide_division` says; its record keeps the answer until
+// the claim or torch's kernels change
 PyObject* divides_by(PyObject* const* args) {
   static PyObject* const module =
       py::module_::import("ampfast.optim.fused_support").release().ptr();
