@@ -83,9 +83,9 @@ def _found_by_division(
         # What unscale_ found counts too; in new tensors, for a caller may hold its own.
         turn["found_inf_per_device"] = joint_flags(turn["found_inf_per_device"], flags)
     flags = turn["found_inf_per_device"]
-    found = flag_of(flags) if scale.is_cpu and flags else None
-    if found is not None:
-        return found, grad_scale
+    on_cpu = flag_of(flags) if scale.is_cpu and flags else None
+    if on_cpu is not None:
+        return on_cpu, grad_scale
     if is_new and not turn.may_spike and len(flags) == 1 and scale.device in flags:
         # Exactly 0 or 1; only another's optimizer may write it.
         flag = flags[scale.device]
