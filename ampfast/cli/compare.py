@@ -22,6 +22,7 @@ _UNSEEN_END = (
     "(--steps N ends it before)"
 )
 _IS_OURS = "uses ampfast's scaler by itself: compare wants a program with torch's"
+_REPEATED = "equals the first."
 _UNSEEDED = "the program does not repeat itself (does it set its seeds?)."
 _VERDICTS = {
     "equal": "The training is equal bit for bit.",
@@ -58,25 +59,19 @@ def run(program: str, arguments: list[str], is_module: bool, steps: int | None) 
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
-    facts = _compared(theirs, ours, again)
-    print(describe(facts))
-    return int(facts["verdict"] == "different")
-
-
-def _compared(theirs: list[_Record], ours: list[_Record], again: list[_Record]) -> dict[str, Any]:
-    """Compares a run with torch's scalers, one with ampfast's, and one with torch's again."""
     differences = _differences(theirs, ours)
     first, broken = (_first(each) for each in (differences, _differences(theirs, again)))
-    is_equal = len(ours) == len(theirs) and first is None
-    is_broken = broken is not None and (first is None or broken <= first)
-    return {
-        "verdict": "equal" if is_equal else "not repeatable" if is_broken else "different",
-        "torch_breaks_at": broken,
-        "scalers": [
-            {"torch": a, "ampfast": b, "again": c, "first_differences": found}
-            for a, b, c, found in zip(theirs, ours, again, differences, strict=False)
-        ],
-    }
+    verdict = "different"
+    if len(ours) == len(theirs) and first is None:
+        verdict = "equal"
+    elif broken is not None and (first is None or broken <= first):
+        verdict = "not repeatable"
+    for number, records in enumerate(zip(theirs, ours, again, differences, strict=False), start=1):
+        title = [f"scaler {number}"] if len(theirs) > 1 else []
+        print("\n".join([*title, *describe(*records), ""]))
+    told = f"differs from the first at step {broken}: {_UNSEEDED}" if broken else _REPEATED
+    print(f"A second run with torch's scaler {told}\n{_VERDICTS[verdict]}")
+    return int(verdict == "different")
 
 
 def _records(called: list[str], number: int, stop: int | None) -> list[_Record]:
@@ -141,26 +136,20 @@ def _first(differences: list[dict[str, tuple[int, str, str]]]) -> int | None:
     return min((step for one in differences for step, *_ in one.values()), default=None)
 
 
-def describe(facts: dict[str, Any]) -> str:
-    """Formats the comparison as text."""
-    lines = []
-    for number, scaler in enumerate(facts["scalers"], start=1):
-        lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
-        lines += _table(*(scaler[side] for side in ("torch", "ampfast", "again")))
-        found = scaler["first_differences"]
-        for name in ("losses", "scales", "skips", "weights"):
-            if name in found:
-                step, a, b = found[name]
-                lines.append(f"{name}: differ from step {step} on: torch {a}, ampfast {b}")
-            elif name == "losses" and not scaler["torch"]["values"]["losses"]:
-                lines.append("losses: no losses seen: scale() was given none")
-            else:
-                lines.append(f"{name}: equal bit for bit")
-        lines.append("")
-    step = facts["torch_breaks_at"]
-    told = f"differs from the first at step {step}: {_UNSEEDED}" if step else "equals the first."
-    lines += [f"A second run with torch's scaler {told}", _VERDICTS[facts["verdict"]]]
-    return "\n".join(lines)
+def describe(
+    theirs: _Record, ours: _Record, again: _Record, differences: dict[str, tuple[int, str, str]]
+) -> list[str]:
+    """Returns lines about one scaler."""
+    lines = _table(theirs, ours, again)
+    for name in theirs["values"]:
+        if name in differences:
+            step, a, b = differences[name]
+            lines.append(f"{name}: differ from step {step} on: torch {a}, ampfast {b}")
+        elif not theirs["values"][name]:
+            lines.append(f"{name}: none seen")
+        else:
+            lines.append(f"{name}: equal bit for bit")
+    return lines
 
 
 def _table(theirs: _Record, ours: _Record, again: _Record) -> list[str]:
