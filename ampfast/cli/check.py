@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def run() -> int:
     Returns:
         The exit code: 1 if anything differs or fails, else 0.
     """
-    lines = [*_versions(), ""]
+    lines = [json.dumps(info.collect(), indent=2), ""]
     for device in _devices():
         kinds = [each for each in backends.report() if each.available]
         served = [k.name for k in kinds if not k.device_types or device.type in k.device_types]
@@ -57,16 +57,6 @@ def run() -> int:
     return int(wrong > 0)
 
 
-def _versions() -> list[str]:
-    facts = info.collect()
-    versions = ", ".join(f"{name} {each}" for name, each in facts["versions"].items() if each)
-    found = [
-        f"{each['device']}: {each['name']}, backend {each['backend']}" for each in facts["devices"]
-    ]
-    kernels = ", ".join(f"{name} {each}" for name, each in facts["extension"].items())
-    return [f"{versions}, on {platform.machine()}", kernels, *found]
-
-
 def _devices() -> list[torch.device]:
     found = torch.accelerator.current_accelerator(check_available=True)
     return [torch.device("cpu"), *([] if found is None else [found])]
@@ -81,7 +71,6 @@ def _attempt(call: Callable[..., list[str]], *args: Any) -> list[str]:
 
 def _of_lists(device: torch.device, name: str, dtype: torch.dtype) -> list[str]:
     """Unscales lists beside torch's op, and measures them beside float64."""
-    beside, count = "", 0
     for scale in _SCALES:
         for kind, bad in _BAD.items():
             grads = _grads(dtype, scale, bad)
@@ -95,7 +84,6 @@ def _of_lists(device: torch.device, name: str, dtype: torch.dtype) -> list[str]:
             where = [i for i, (p, t) in enumerate(pairs) if not _is_same(p.grad.cpu(), t)]
             if where or found is not flag:
                 return [f"DIFFERS: {kind}, scale {scale:g}, tensors {where}, flag {found}"]
-            count += 1
     grads = _grads(dtype, 4.0, None)
     scaler = _scaler(ampfast.GradScaler, device, 4.0, backend=name, allow_fp16=True)
     norm = scaler.clip_grad_norm_(_optimizer([each.to(device) for each in grads]), math.inf)
@@ -103,6 +91,7 @@ def _of_lists(device: torch.device, name: str, dtype: torch.dtype) -> list[str]:
     worst = abs(float(norm) - exact) / exact
     if worst > _NORM[norm.dtype]:
         return [f"DIFFERS: a norm by {worst:.1e}"]
+    count = len(_SCALES) * len(_BAD)
     return [f"equal to torch's op{beside}: {count} lists; error of a norm {worst:.1e}"]
 
 
