@@ -39,14 +39,13 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
 
     torch allocates the buffer before its kernel, which does not write it in a skipped step.
     """
-    state = optimizer.state if isinstance(optimizer.state, dict) else dict(optimizer.state)
     params = chain.from_iterable(
         group["params"]
         for group in optimizer.param_groups
         if group.get("fused") and group["momentum"] != 0
     )
     # All groups at once, since the whole state is read.
-    return core.lacks_state(params, state, "momentum_buffer")
+    return core.lacks_state(params, optimizer.state, "momentum_buffer")
 
 
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
@@ -114,7 +113,7 @@ _FLAG = "_step_supports_amp_scaling"
 
 def can_defer(optimizer: Any, records: Records, overridden: bool) -> bool:
     """Whether an optimizer can clip in its step; raises ValueError if it cannot even unscale."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not getattr(optimizer, _FLAG, False):
         raise ValueError(
             f"in_place=False needs an optimizer that takes grad_scale, which "
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "

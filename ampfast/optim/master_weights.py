@@ -426,12 +426,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 def _fits(param: Tensor) -> bool:
     """Whether a parameter may have a master weight: 16 bit and dense, and with values by now."""
-    return (
-        param.dtype in _HALVES
-        and not is_lazy(param)
-        and param.layout is torch.strided
-        and not param.is_inference()
-    )
+    return param.dtype in _HALVES and not is_lazy(param) and param.layout is torch.strided
 
 
 def _is_trained(param: Tensor) -> bool:
