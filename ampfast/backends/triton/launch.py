@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -20,8 +19,6 @@ from ampfast.backends.triton import kernels
 
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
 INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
-
-_interpreter_lock = threading.Lock()
 
 # Every NVIDIA GPU that Triton supports has as many.
 REGISTERS_PER_SM = 65_536
@@ -53,15 +50,6 @@ def limit_programs(programs: int) -> None:
     global _most_programs
     _most_programs = programs
     _launched.clear()
-
-
-@contextlib.contextmanager
-def _interpreter() -> Iterator[None]:
-    """Runs one thread at a time, since all share the interpreter's state."""
-    import numpy as np
-
-    with _interpreter_lock, np.errstate(all="ignore"):
-        yield
 
 
 # Whether the current stream is being captured into a CUDA graph.
@@ -133,12 +121,11 @@ def _first(
     resident = _most_programs or _resident_programs(compiled, device)
 
     def usual(programs: int, arguments: _Arguments) -> object:
-        with _interpreter() if INTERPRETED else contextlib.nullcontext():
-            return function[(programs,)](*arguments, **options)
+        return function[(programs,)](*arguments, **options)
 
     kernel = usual(min(chunks, resident), arguments)
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
-    again = None if INTERPRETED else _direct(kernel, constants, arguments)
+    again = _direct(kernel, constants, arguments)
     _launched[variant] = resident, again or usual, again is not None
 
 
