@@ -118,16 +118,9 @@ def update_scale_(
     """
     tensors = {"current_scale": current_scale, "growth_tracker": growth_tracker}
     _require_scalars(**tensors, found_inf=found_inf)
-    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-    for name, factor in factors.items():
-        if not isinstance(factor, (int, float)):
-            raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
-    if not isinstance(growth_interval, (int, torch.SymInt)) or isinstance(growth_interval, bool):
-        raise TypeError(f"growth_interval must be an int, got {type(growth_interval).__name__}")
-    torch.ops.ampfast.update_scale_(
-        *(current_scale, growth_tracker, found_inf),
-        *(growth_factor, backoff_factor, growth_interval),
-    )
+    update = torch.ops.ampfast.update_scale_ if torch.compiler.is_compiling() else _update_scale
+    numbers = growth_factor, backoff_factor, growth_interval
+    update(current_scale, growth_tracker, found_inf, *numbers)
     return current_scale
 
 
@@ -141,12 +134,20 @@ def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
     _pass_over(grads, Pass(False, Factor.NONE, None, found_inf))
 
 
-@torch.library.custom_op("ampfast::grad_norm", mutates_args=())
-def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    return _grad_norm(grads, norm_type, inv_scale)
+def _grad_norm(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
+    local, shards = _local(grads)
+    norm: Tensor = _grad_norm_fake(local, norm_type, inv_scale)
+    found = backends.choose().finder.find_over(local, False)
+    agreement = shards.ranks.agreement(shards.layouts.values())
+    work = Pass(False, Factor.NONE if inv_scale is None else Factor.TIMES, inv_scale)
+    term = global_norm.NormTerm(list(grads), (), found, work, shards)
+    sums, _ = global_norm.sums_of([term], norm_type, norm.device, agreement)
+    clip = Clip(sums, math.inf, norm_type != 2.0, norm)
+    knows = core.is_scalar(norm, norm.dtype) and sums.dtype is torch.float64
+    (backends.choose().kernels_for(norm.device) if knows else backends.TORCH_OPS).clip(clip)
+    return norm
 
 
-@_grad_norm_op.register_fake
 def _grad_norm_fake(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
     first = new_flag(None) if inv_scale is None else inv_scale
     wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
@@ -154,8 +155,7 @@ def _grad_norm_fake(grads: list[Tensor], norm_type: float, inv_scale: Tensor | N
     return allocate(torch.empty, (), dtype=dtype, device=[*grads, first][0].device)
 
 
-@torch.library.custom_op("ampfast::update_scale_", mutates_args=("current_scale", "growth_tracker"))
-def _update_scale_op(
+def _update_scale(
     current_scale: Tensor,
     growth_tracker: Tensor,
     found_inf: Tensor,
@@ -170,22 +170,12 @@ def _update_scale_op(
         aten.update(update)
 
 
-for _op in (_unscale_op, _check_op, _update_scale_op):
+_grad_norm_op = torch.library.custom_op("ampfast::grad_norm", _grad_norm, mutates_args=())
+_grad_norm_op.register_fake(_grad_norm_fake)
+_written = "current_scale", "growth_tracker"
+_update_op = torch.library.custom_op("ampfast::update_scale_", _update_scale, mutates_args=_written)
+for _op in (_unscale_op, _check_op, _update_op):
     _op.register_fake(lambda *args: None)
-
-
-def _grad_norm(grads: list[Tensor], order: float, inv_scale: Tensor | None) -> Tensor:
-    local, shards = _local(grads)
-    norm: Tensor = _grad_norm_fake(local, order, inv_scale)
-    found = backends.choose().finder.find_over(local, False)
-    agreement = shards.ranks.agreement(shards.layouts.values())
-    work = Pass(False, Factor.NONE if inv_scale is None else Factor.TIMES, inv_scale)
-    term = global_norm.NormTerm(list(grads), (), found, work, shards)
-    sums, _ = global_norm.sums_of([term], order, norm.device, agreement)
-    clip = Clip(sums, math.inf, order != 2.0, norm)
-    knows = core.is_scalar(norm, norm.dtype) and sums.dtype is torch.float64
-    (backends.choose().kernels_for(norm.device) if knows else backends.TORCH_OPS).clip(clip)
-    return norm
 
 
 def _pass_over(grads: list[Tensor], work: Pass) -> None:
