@@ -154,7 +154,6 @@ class Group:
         self._is_alone = self.size() == 1
         # Device types whose tensors its backend supports; empty if they are not known.
         self._types = [each.type for each in getattr(self.process_group, "_device_types", ())]
-        self.is_foreign = self.process_group not in dist.distributed_c10d._world.pg_group_ranks
 
     @property
     def device(self) -> torch.device | None:
@@ -164,7 +163,7 @@ class Group:
     @cached_property
     def ranks(self) -> list[int]:
         """Global ranks, or those within a foreign group if there is no default group."""
-        if not self.is_foreign:
+        if self.process_group in dist.distributed_c10d._world.pg_group_ranks:
             return dist.get_process_group_ranks(self.process_group)
         if not dist.is_initialized():
             return list(range(self.size()))
@@ -378,7 +377,6 @@ class Ranks:
         self.is_alone = group is None and not is_default
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
-        self._world: ProcessGroup | None = None
         self._mesh = group if _is_mesh(group) else None
         if self._mesh is not None:
             self._own = _groups_along(self._mesh, range(self._mesh.ndim))
@@ -410,9 +408,6 @@ class Ranks:
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
         """Returns the agreement on gradients of these layouts, or None if none is needed."""
-        if self._is_default and self._world is not dist.group.WORLD:
-            self._world = dist.group.WORLD
-            self._agreements.clear()
         key = tuple(dict.fromkeys(layouts))
         if key not in self._agreements:
             self._agreements[key] = self._new_agreement(key)

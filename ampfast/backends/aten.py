@@ -110,9 +110,7 @@ def lists_of(
             values = values_of(param, grad) if values_of is not None and grad.is_sparse else grad
             others.append(_Group([number], [values], False))
             continue
-        group = usual.get(kind)
-        if group is None:
-            group = usual[kind] = _Group([], [], True)
+        group = usual.setdefault(kind, _Group([], [], True))
         group.numbers.append(number)
         group.tensors.append(grad)
     lists: dict[torch.device, TensorList] = {}
@@ -230,12 +228,10 @@ def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) ->
         if factor is not None:
             _check_and_unscale_(group.tensors, flag, factor)
         first = group.tensors[0]
-        dtype = first.dtype
         # It writes in place as torch's clip, which counts where a gradient overlaps itself.
         is_strided = type(first) is Tensor and first.layout is torch.strided
-        is_plain = group.is_usual or (is_strided and dtype.is_floating_point)
-        if is_plain and dtype.itemsize >= 4:
-            torch._foreach_mul_(group.tensors, coefficient.to(dtype))
+        if is_strided and first.dtype.itemsize >= 4:
+            torch._foreach_mul_(group.tensors, coefficient.to(first.dtype))
         elif group.is_usual and factor is not None:
             # It multiplies 16-bit values in float32.
             _check_and_unscale_(group.tensors, flag, coefficient.float())
