@@ -45,18 +45,8 @@ bool is_readable(const at::Tensor& tensor) {
 // A forward of a model, and its backward. Python keeps it, and Python's lock guards it.
 class Reads : public std::enable_shared_from_this<Reads> {
  public:
-  // `words` returns a scaler's state, or None. The tables of an earlier pass are used again, since
-  // new ones must be filled; another thread may still run or report that pass.
-  Reads(py::object words, Reads* earlier) : words_(std::move(words)) {
-    if (earlier != nullptr) {
-      unused_.swap(earlier->tables);
-      earlier->filling_.clear();
-      earlier->gradients.clear();
-      for (auto& [row, dtype] : earlier->values) {
-        row.reset();
-      }
-    }
-  }
+  // `words` returns a scaler's state, or None.
+  explicit Reads(py::object words) : words_(std::move(words)) {}
 
   // Numbers of a structure's tensors, and what was looked into, since structures may share parts.
   struct Collected {
@@ -198,14 +188,9 @@ class Reads : public std::enable_shared_from_this<Reads> {
       filling.way = static_cast<Way>(of_python("_way_of")(device).cast<int>());
     }
     if (filling.used == kRows) {
-      const size_t number = tables.size();
-      const bool is_kept = number < unused_.size() && unused_[number].device() == device;
-      at::Tensor added =
-          is_kept
-              ? unused_[number]
-              : of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords}).cast<at::Tensor>();
       filling.table = tables.size();
-      tables.push_back(std::move(added));
+      tables.push_back(
+          of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords}).cast<at::Tensor>());
       filling.used = 0;
     }
     const at::Tensor table = tables[filling.table];
@@ -229,7 +214,6 @@ class Reads : public std::enable_shared_from_this<Reads> {
   }
 
   const py::object words_;
-  std::vector<at::Tensor> unused_{};
   std::unordered_map<c10::Stream, Filling> filling_{};
   std::unordered_map<const void*, Known> known_{};
 };
@@ -238,7 +222,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
 
 void bind_watch(py::module_& m) {
   py::class_<Reads, std::shared_ptr<Reads>>(m, "Reads")
-      .def(py::init<py::object, Reads*>())
+      .def(py::init<py::object>())
       .def("values_of",
            [](Reads& reads, const py::object& structure) {
              Reads::Collected collected;

@@ -81,12 +81,9 @@ _Call = tuple[tuple[str, str], list[int], list[int]]
 class _Pass:
     """One forward pass of a model, and its backward."""
 
-    def __init__(self, words: Callable[[], Tensor | None], earlier: _Pass | None) -> None:
+    def __init__(self, words: Callable[[], Tensor | None]) -> None:
         self.is_captured: bool = is_capturing()
-        # The replays of a graph write into the tables of its pass.
-        if earlier is not None and (self.is_captured or earlier.is_captured):
-            earlier = None
-        self.reads: core.Reads = core.Reads(words, None if earlier is None else earlier.reads)
+        self.reads: core.Reads = core.Reads(words)
         self.watches: set[_Watch] = set()
         # Calls in the order of their ends.
         self.ended: list[_Call] = []
@@ -155,7 +152,7 @@ class NonFiniteFinder:
         self.words = words or (lambda: None)
         self._needs_graph = words is not None
         self._watches: dict[int, _Watch] = {}  # by the id of a module
-        self._passes: deque[_Pass] = deque()
+        self._passes: deque[_Pass] = deque(maxlen=_KEPT)
         self.running = _Running()
 
     def __enter__(self) -> NonFiniteFinder:
@@ -219,19 +216,18 @@ class NonFiniteFinder:
         """The fault of each pass that had one, its time, and the updates before its gradients."""
         refuse_capture("a report that the host reads", "ask after the replay")
         # As they are now: other threads may run the models.
-        passes = [(each, list(each.ended), *each.reads.so_far()) for each in tuple(self._passes)]
+        passes = [(list(each.ended), *each.reads.so_far()) for each in tuple(self._passes)]
         tables = [table[:, 0] for *_, tables, _ in passes for table in tables]
         if not tables:
             return []
         tables += [updates for *_, updates in passes if updates is not None]
         on_host = iter(torch.cat([each.to(tables[0]) for each in tables]).tolist())
         peaks = [list(islice(on_host, sum(map(len, tables)))) for *_, tables, _ in passes]
-        # One that another thread dropped has given its tables away.
-        kept, faults = set(self._passes), []
+        faults = []
         for ago, each in zip(reversed(range(len(passes))), passes, strict=True):
-            one, ended, values, gradients, _, updates = each
+            ended, values, gradients, _, updates = each
             found, step = peaks.pop(0), 0 if updates is None else int(next(on_host))
-            fault = _fault_of(ended, values, gradients, found, ago) if one in kept else None
+            fault = _fault_of(ended, values, gradients, found, ago)
             if fault is not None:
                 faults.append((step if gradients else None, *fault))
         return faults
@@ -284,8 +280,7 @@ class NonFiniteFinder:
             and not (watch.is_root or watch in last.watches or last.reads.has_gradients)
         ):
             return last
-        earlier = self._passes.popleft() if len(self._passes) == _KEPT else None
-        self._passes.append(_Pass(self.words, earlier))
+        self._passes.append(_Pass(self.words))
         return self._passes[-1]
 
 

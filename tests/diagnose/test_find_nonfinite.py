@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.captures import pretend_capture
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -665,24 +664,6 @@ def test_a_report_while_other_threads_run_the_model(request: pytest.FixtureReque
             each.start()
         while any(each.is_alive() for each in threads):
             assert finder.report() is None
-
-
-def test_the_tables_of_a_captured_pass_are_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, storages = nn.ModuleList([nn.Tanh(), nn.Tanh()]), []
-    finder = ampfast.find_nonfinite(parts)
-
-    def table(part: int) -> int:
-        parts[part](torch.ones(2))
-        # So that no other comes to its address.
-        storages.append(finder._passes[-1].reads.so_far()[2][0].untyped_storage())
-        return storages[-1].data_ptr()
-
-    first = [table(0) for _ in range(64)]
-    with monkeypatch.context() as patch:
-        pretend_capture(patch)
-        captured = table(1)
-    later = [table(1)] + [table(0) for _ in range(64)]
-    assert captured not in first + later and later[0] == first[1]
 
 
 def test_a_leaf_is_read_for_the_newest_pass_of_a_finder_and_not_after_it() -> None:
