@@ -2,7 +2,6 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/order_preserving_flat_hash_map.h>
 
 #include <unordered_map>
 
@@ -13,12 +12,11 @@ int64_t uploads = 0;
 
 namespace {
 
-// Tables kept for reuse, the last ones that were used: two, 32 in so much memory of devices, and
-// more in less. Optimizers that step in turn each have one, and for every stream another.
+// Tables kept for reuse, the last ones that were used: two of any size, and so many in so much
+// memory. Optimizers that step in turn each have one, and for every stream another.
 constexpr size_t kLeastTables = 2;
-constexpr size_t kUsualTables = 32;
-constexpr size_t kUsualBytes = size_t{1} << 26;
-constexpr size_t kMoreBytes = size_t{1} << 23;
+constexpr size_t kMostTables = 512;
+constexpr size_t kMostBytes = size_t{1} << 24;
 
 // A table of so many words is not uploaded before it was asked for so often: by a norm that
 // is asked for, and by norm and unscaling of a clip, in one step.
@@ -32,10 +30,6 @@ int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
 }
 
-// Four times as many are counted, too.
-constexpr int64_t kMostEnough = int64_t{1} << 48;
-
-int64_t most_chunk_bytes = 0;
 int64_t enough_chunks = kEnoughChunks;
 
 // Depends on the list alone, and so does the order in which a norm is summed.
@@ -44,9 +38,7 @@ int64_t chunk_bytes(const DtypeList& list) {
   const auto bytes_for = [&](int64_t chunks) {
     return (bytes / chunks + kWindowBytes) & -kWindowBytes;
   };
-  const int64_t most = most_chunk_bytes > 0 ? most_chunk_bytes
-                                            : std::clamp(bytes_for(4 * enough_chunks),
-                                                         kUsualChunkBytes, kMostChunkBytes);
+  const int64_t most = std::clamp(bytes_for(4 * enough_chunks), kUsualChunkBytes, kMostChunkBytes);
   return std::min(bytes_for(enough_chunks), most);
 }
 
@@ -136,8 +128,7 @@ void upload(DeviceTable& table) {
   ++uploads;
 }
 
-// All that the table of a list depends on, after a fingerprint of it. Lists that share that would
-// upload their tables in turn, so it must mix well.
+// All that the table of a list depends on, after a fingerprint of it.
 std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
   std::vector<int64_t> content(1);
   uint64_t hash = 0;
@@ -163,19 +154,10 @@ std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
   return content;
 }
 
-// Tables that may be used again, by fingerprint; the last used comes last. Adding one to many takes
-// no longer than to few: where gradients move at every step, each step does.
+// Tables that may be used again; the last used comes last.
 struct Recent {
-  ska_ordered::order_preserving_flat_hash_map<int64_t, std::shared_ptr<DeviceTable>> tables;
+  std::vector<std::pair<int64_t, std::shared_ptr<DeviceTable>>> tables;  // after fingerprints
   size_t bytes = 0;
-
-  // Freeing a table may run Python, which may ask for tables: whoever drops it comes first.
-  std::shared_ptr<DeviceTable> take(decltype(tables)::iterator place) {
-    std::shared_ptr<DeviceTable> table = std::move(place->second);
-    bytes -= table->nbytes();
-    tables.erase(place);
-    return table;
-  }
 };
 
 // Never destroyed: at the end of the process the device may be destroyed before it.
@@ -198,10 +180,18 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
   auto content = content_of(grads, stream.id());
   const int64_t fingerprint = content.front();
   auto& [tables, bytes] = recent();
-  auto known = tables.find(fingerprint);
-  const bool holds = known != tables.end() && known->second->content == content;
-  const std::shared_ptr<DeviceTable> table = holds ? known->second : made(grads, header);
-  table->content = std::move(content);
+  const auto known = std::find_if(tables.begin(), tables.end(), [&](const auto& each) {
+    return each.first == fingerprint && each.second->content == content;
+  });
+  const bool holds = known != tables.end();
+  if (holds) {
+    std::rotate(known, known + 1, tables.end());
+  } else {
+    tables.emplace_back(fingerprint, made(grads, header));
+    tables.back().second->content = std::move(content);
+    bytes += tables.back().second->nbytes();
+  }
+  const std::shared_ptr<DeviceTable> table = tables.back().second;
   const bool is_small = table->words.numel() <= kSmallWords;
   if (++table->uses == (is_small ? kUsesOfStep + 1 : 1)) {
     upload(*table);
@@ -211,27 +201,19 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
     at::getHostAllocator(stream.device_type())
         ->record_event(memory.get(), memory.get_context(), stream);
   }
+  // Freeing a table may run Python, which may ask for tables: that comes last.
   std::vector<std::shared_ptr<DeviceTable>> dropped;
-  if ((known = tables.find(fingerprint)) != tables.end()) {
-    dropped.push_back(recent().take(known));
-  }
-  tables.insert({fingerprint, table});
-  bytes += table->nbytes();
-  while (tables.size() > kLeastTables &&
-         bytes > (tables.size() > kUsualTables ? kMoreBytes : kUsualBytes)) {
-    dropped.push_back(recent().take(tables.begin()));
+  while (tables.size() > kLeastTables && (tables.size() > kMostTables || bytes > kMostBytes)) {
+    bytes -= tables.front().second->nbytes();
+    dropped.push_back(std::move(tables.front().second));
+    tables.erase(tables.begin());
   }
   return table;
 }
 
 void clear_tables() { const Recent dropped = std::exchange(recent(), {}); }
 
-void set_chunks(int64_t most_bytes, int64_t enough) {
-  TORCH_CHECK(enough > 0, "the number of chunks must be positive, got ", enough);
-  TORCH_CHECK(enough <= kMostEnough, "at most ", kMostEnough, " chunks, got ", enough);
-  TORCH_CHECK(most_bytes >= 0 && most_bytes % kWindowBytes == 0, "a chunk has windows of ",
-              kWindowBytes, " bytes, got ", most_bytes);
-  most_chunk_bytes = most_bytes;
+void set_chunks(int64_t enough) {
   enough_chunks = enough;
   clear_tables();
 }

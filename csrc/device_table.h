@@ -45,8 +45,7 @@ extern int64_t uploads;
 // Forgets the tables that are not captured.
 void clear_tables();
 
-// From `enough` chunks on they become larger instead of more, up to `most_bytes`, or as usual if
-// this is 0; for tests and measurements.
-void set_chunks(int64_t most_bytes, int64_t enough);
+// From `enough` chunks on they become larger instead of more; for tests.
+void set_chunks(int64_t enough);
 
 }  // namespace ampfast

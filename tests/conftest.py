@@ -75,9 +75,9 @@ def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_chunks() -> Iterator[None]:
     """Chunks of several windows also in short lists, of kernels of devices."""
-    _C.set_chunks(enough=2)
+    _C.set_chunks(2)
     yield
-    _C.set_chunks()
+    _C.set_chunks(_C.ENOUGH_CHUNKS)
 
 
 @pytest.fixture(params=_C.cpu_capabilities())
