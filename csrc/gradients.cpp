@@ -5,7 +5,6 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/flat_hash_map.h>
 
 #include <array>
 
@@ -152,7 +151,6 @@ C10_ALWAYS_INLINE void GradList::add(at::ScalarType dtype, char* address, int64_
   list->spans.push_back({address, numel, list->chunks, parameter});
   list->chunks += chunk_count(numel);
   list->elements += numel;
-  chunks_ += chunk_count(numel);
   elements_ += numel;
 }
 
@@ -402,98 +400,25 @@ Walk walk_over(const py::sequence& grads, const Reading& reading) {
   return walker.finish();
 }
 
-bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {
-  // Reading the dict from end to end: looking one tensor up calls its hash in Python.
-  ska::flat_hash_set<PyObject*> have;
-  have.reserve(state.size());
-  for (const auto& [param, entries] : state) {
-    PyObject* entry =
-        PyDict_Check(entries.ptr()) ? PyDict_GetItemWithError(entries.ptr(), name.ptr()) : nullptr;
-    if (entry != nullptr && entry != Py_None) {
-      have.insert(param.ptr());
-    }
-  }
-  return std::any_of(params.begin(), params.end(), [&have](py::handle param) {
-    return have.count(param.ptr()) == 0 && gradient_of(param).defined();
-  });
-}
-
-namespace {
-
-// The tensor, if the kernels can take it there; else null.
-const at::Tensor* regular_tensor(PyObject* object, at::Device device) {
-  if (!THPVariable_CheckExact(object)) {
-    return nullptr;
-  }
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  const bool takes = tensor.device() == device && is_regular(tensor, device_bit(device.type()));
-  return takes ? &tensor : nullptr;
-}
-
-// A list's own items, as torch reads them, whatever a subclass iterates over.
-py::tuple items_of(const py::sequence& tensors) {
-  PyObject* items =
-      PyList_Check(tensors.ptr()) ? PyList_AsTuple(tensors.ptr()) : PySequence_Tuple(tensors.ptr());
-  if (items == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::tuple>(items);
-}
-
-}  // namespace
-
-std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,
-                                     const std::optional<std::vector<int64_t>>& parameters) {
+std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device) {
   if (is_observed()) {
     return std::nullopt;
   }
   // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
-  const auto items = std::make_shared<const py::tuple>(items_of(tensors));
+  const auto items = std::make_shared<const py::tuple>(tensors);
   GradList list(device, items);
   for (size_t i = 0; i < items->size(); ++i) {
-    const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
-    TORCH_CHECK_VALUE(number >= 0, "the number of a parameter must be at least 0, got ", number);
-    const at::Tensor* tensor = regular_tensor(PyTuple_GET_ITEM(items->ptr(), i), device);
-    if (tensor == nullptr) {
+    PyObject* item = PyTuple_GET_ITEM(items->ptr(), i);
+    if (!THPVariable_CheckExact(item)) {
       return std::nullopt;
     }
-    list.add(*tensor, true, number);
+    const at::Tensor& tensor = THPVariable_Unpack(item);
+    if (tensor.device() != device || !is_regular(tensor, device_bit(device.type()))) {
+      return std::nullopt;
+    }
+    list.add(tensor, true, static_cast<int64_t>(i));
   }
   return list;
-}
-
-bool can_be_reused(const py::list& memory, const py::list& like) {
-#ifdef Py_GIL_DISABLED  // counts of references are approximate there
-  return false;
-#endif
-  const auto fits = [](py::handle item, py::handle other) {
-    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
-    const at::Tensor& model = THPVariable_Unpack(other.ptr());
-    return Py_REFCNT(item.ptr()) == 1 && tensor.use_count() == 1 &&
-           tensor.storage().use_count() == 1 && tensor.scalar_type() == at::kFloat &&
-           !tensor.requires_grad() && THPVariable_CheckExact(other.ptr()) && is_dense(model) &&
-           tensor.device() == model.device() && tensor.sizes() == model.sizes() &&
-           tensor.strides() == model.strides();
-  };
-  return memory.size() == like.size() &&
-         std::equal(memory.begin(), memory.end(), like.begin(), fits);
-}
-
-py::bytes looks_of(const py::list& tensors) {
-  Reused<int64_t> words;
-  for (const py::handle item : tensors) {
-    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
-    auto form = static_cast<int64_t>(tensor.scalar_type());
-    for (const c10::IntArrayRef extents : {tensor.sizes(), tensor.strides()}) {
-      for (const int64_t extent : extents) {
-        form = form * 1'000'003 + extent;
-      }
-    }
-    words.push_back(form);
-    words.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
-    words.push_back(static_cast<int64_t>(tensor._version()));
-  }
-  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t)};
 }
 
 }  // namespace ampfast

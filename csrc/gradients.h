@@ -105,7 +105,6 @@ class GradList {
   // To which the dtypes of all tensors promote, also of those without elements.
   at::ScalarType dtype() const { return dtype_; }
   bool has_float64() const { return dtype_ == at::kDouble; }
-  int64_t chunks() const { return chunks_; }
   int64_t elements() const { return elements_; }
 
  private:
@@ -115,7 +114,6 @@ class GradList {
   std::shared_ptr<const void> owner_;
   c10::SmallVector<DtypeList, 1> lists_;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
-  int64_t chunks_ = 0;
   int64_t elements_ = 0;
 };
 
@@ -255,21 +253,8 @@ Walk walk(PyObject* param_groups, const Reading& reading);
 // The same for gradients themselves.
 Walk walk_over(const py::sequence& grads, const Reading& reading);
 
-// Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
-// state, a dict by parameter. Keys are compared as tensors are: by identity.
-bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
-
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
-// `device`. Their parameters have the numbers of their places, or the ones in `parameters`.
-std::optional<GradList> regular_list(
-    const py::sequence& tensors, at::Device device,
-    const std::optional<std::vector<int64_t>>& parameters = std::nullopt);
-
-// Tells whether nobody but the list `memory` holds its tensors or their memory, and each is float32
-// and else like the dense tensor in that place of the list `like`.
-bool can_be_reused(const py::list& memory, const py::list& like);
-
-// Bytes for each dense tensor that differ after an edit that autograd sees, or of other data.
-py::bytes looks_of(const py::list& tensors);
+// `device`. Their parameters have the numbers of their places.
+std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device);
 
 }  // namespace ampfast

@@ -39,13 +39,12 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
 
     torch allocates the buffer before its kernel, which does not write it in a skipped step.
     """
-    params = chain.from_iterable(
-        group["params"]
+    return any(
+        param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
         if group.get("fused") and group["momentum"] != 0
+        for param in group["params"]
     )
-    # All groups at once, since the whole state is read.
-    return core.lacks_state(params, optimizer.state, "momentum_buffer")
 
 
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ampfast.backends import core
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import allocate
 from ampfast.errors import not_compiled, refuse_differentiable
@@ -31,12 +30,12 @@ class _Masters(dict[Tensor, Tensor]):
     Attributes:
         places: The parameters in the groups, by identity, when master weights were last compared
             with them; None: compare them.
-        looks: `core.looks_of` the parameters with a master weight then, or after the last step.
+        looks: `_looks_of` the parameters with a master weight then, or after the last step.
         others: The parameters in the groups without one.
     """
 
     places: list[int] | None = None
-    looks = b""
+    looks: Sequence[Any] = ()
     others: Sequence[Tensor] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -233,7 +232,7 @@ def _prepare(optimizer: MasterWeights) -> None:
     places = list(map(id, params))
     if (
         places != masters.places
-        or core.looks_of(_locals(masters)) != masters.looks
+        or _looks_of(masters) != masters.looks
         or any(map(_is_trained, masters.others))
     ):
         for number, param in enumerate(params):
@@ -241,7 +240,7 @@ def _prepare(optimizer: MasterWeights) -> None:
         for param in masters.keys() - set(params):
             del masters[param]
         masters.others = [param for param in params if param not in masters]
-        masters.places, masters.looks = places, core.looks_of(_locals(masters))
+        masters.places, masters.looks = places, _looks_of(masters)
     optimizer.widen_gradients()
     for param, weight in masters.items():
         weight.grad = param.grad
@@ -276,7 +275,7 @@ def _write_back(optimizer: MasterWeights) -> None:
     """
     masters, params, weights = optimizer._masters, [], []
     # A closure may have made further master weights.
-    if not core.looks_of(_locals(masters)).startswith(masters.looks):
+    if _looks_of(masters)[: len(masters.looks)] != masters.looks:
         raise RuntimeError(
             "the optimizer's step changed a parameter while a master weight stood in for it: "
             "master_weights_ serves optimizers that step the parameters in their param_groups, "
@@ -291,7 +290,15 @@ def _write_back(optimizer: MasterWeights) -> None:
             weight.grad = None
     if params:
         torch._foreach_copy_(_locals(params), _locals(weights))
-    masters.looks = core.looks_of(_locals(masters))
+    masters.looks = _looks_of(masters)
+
+
+def _looks_of(params: Iterable[Tensor]) -> list[Any]:
+    """What differs for each parameter after an edit that autograd sees, or of other data."""
+    return [
+        (each.dtype, each.shape, each.stride(), each.data_ptr(), each._version)
+        for each in _locals(params)
+    ]
 
 
 def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
