@@ -5,6 +5,7 @@
 
 #include "gradients.h"
 #include "scale.h"
+#include "track.h"
 
 namespace ampfast {
 
@@ -117,20 +118,9 @@ struct UpdateObject {
   std::vector<at::Tensor> flags() const;
 };
 
-// Overflow counters, rows of kMarkWords, and the completed steps of a pass; null without any.
-struct Marks {
-  int64_t* words = nullptr;
-  int64_t parameters = 0;
-  const int64_t* now = nullptr;
-};
 Marks marks_of(const Pass& pass, at::Device device);
 
 void bind_arguments(py::module_& m);
-
-// For classes whose objects the core makes, and for classes whose objects Python makes, too:
-// pybind11 takes it for granted that an object gets memory, and that none is without its value.
-py::custom_type_setup made_here();
-py::custom_type_setup made_by_python();
 
 // Functions with CPython's own convention, since a cold call through pybind costs as much as all
 // the rest. Null without an error is None, and every exception of C++ is one of Python.
