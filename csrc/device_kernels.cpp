@@ -90,7 +90,7 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
     pass.clip->take(pass.sums, pass.found_inf);
     pass.clip->on(list.device());
   }
-  if (list.chunks() == 0) {
+  if (list.elements() == 0) {
     if (pass.sums.defined()) {
       pass.sums.zero_();
     }

@@ -117,9 +117,7 @@ at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& 
     work.factor = inverse_scale(work.factor);
   }
   work.sums = data_of<double>(pass.sums, "sums", at::kCPU, 2);
-  if (const Marks marks = marks_of(pass, at::kCPU); marks.now != nullptr) {
-    work.marks = cpu::Rows{marks.words, marks.parameters, *marks.now + 1};
-  }
+  work.marks = marks_of(pass, at::kCPU);
   const at::Tensor flag = pass.found_inf.defined() ? pass.found_inf
                           : new_flag.defined()     ? new_flag
                                                    : new_scalar<float>(0);
@@ -236,7 +234,7 @@ std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> Found::split(
   auto inside = std::make_shared<Found>(), outside = std::make_shared<Found>();
   const auto take = [](Found& half, const Batch& batch, std::optional<GradList> list,
                        const py::object& aside) {
-    const bool is_empty = list ? list->chunks() == 0 : py::len(aside.attr("groups")) == 0;
+    const bool is_empty = list ? list->elements() == 0 : py::len(aside.attr("groups")) == 0;
     if (!is_empty) {
       half.batches.push_back({batch.device, std::move(list), batch.launcher, aside});
     }

@@ -49,22 +49,6 @@ std::map<std::string, int64_t> norm_layout() {
           {"RING", kNormRing}};
 }
 
-std::map<std::string, std::string> build_info() {
-#if defined(_OPENMP)
-  const char* openmp = "yes";
-#else
-  const char* openmp = "no";
-#endif
-#if defined(__GNUC__) && !defined(__clang__)
-  const char* compiler = "GCC " __VERSION__;
-#elif defined(__VERSION__)
-  const char* compiler = __VERSION__;  // begins with its name
-#else
-  const char* compiler = "unknown";
-#endif
-  return {{"torch", TORCH_VERSION}, {"compiler", compiler}, {"openmp", openmp}};
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -78,33 +62,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MARK_WORDS") = static_cast<int64_t>(kMarkWords);
   m.attr("MARK_SQUARES") = static_cast<int64_t>(kSquares);
   m.attr("CLIP_EPSILON") = kClipEpsilon;
-  m.def("build_info", &build_info);
+  m.attr("TORCH") = TORCH_VERSION;
   m.def("state_layout", &state_layout);
   m.def("norm_layout", &norm_layout);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);
 
-  py::class_<GradList>(m, "GradList", made_here(), py::is_final())
-      .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
-                  py::arg("parameters") = std::nullopt)
-      .def("split", &GradList::split, py::arg("parameters"))
-      .def_property_readonly("device", &GradList::device)
-      .def_property_readonly("dtype", &GradList::dtype)
-      .def_property_readonly("has_float64", &GradList::has_float64)
-      .def_property_readonly("chunks", &GradList::chunks);
+  py::class_<GradList>(m, "GradList", py::is_final()).def_static("of", &regular_list);
   bind_arguments(m);
   bind_found(m);
   bind_steps(m);
   bind_device_kernels(m);
   bind_watch(m);
 
-  py::class_<Segment>(m, "Segment", made_here(), py::is_final())
+  py::class_<Segment>(m, "Segment", py::is_final())
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
       .def_readonly("first", &Segment::first);
-  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", made_here(),
-                                                        py::is_final())
+  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", py::is_final())
       .def_static("of", &table_of)
       .def_readonly("words", &DeviceTable::words)
       .def_readonly("partials", &DeviceTable::partials)
@@ -113,7 +89,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tables_made", [] { return tables_made; });
   m.def("uploads", [] { return uploads; });
   m.def("clear_tables", &clear_tables);
-  m.def("set_chunks", &set_chunks, py::arg("most_bytes") = 0, py::arg("enough") = kEnoughChunks);
+  m.def("set_chunks", &set_chunks);
 
   m.def("is_scalar", &is_scalar, py::arg("tensor"), py::arg("dtype"),
         py::arg("devices") = kKernelDevices);
@@ -128,9 +104,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("require_storage", &require_storage);
   m.def("real_view", torch::wrap_pybind_function(real_view));
   m.def("kind_of", &kind_of);
-  m.def("can_be_reused", &can_be_reused);
-  m.def("looks_of", &looks_of);
-  m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
 }
 
 }  // namespace ampfast

@@ -31,7 +31,7 @@ try:
     from ampfast._C import *  # noqa: F403
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
-_require_torch(_C.build_info()["torch"], torch.__version__)
+_require_torch(_C.TORCH, torch.__version__)
 
 compiled = _C
 

@@ -31,7 +31,7 @@ def collect() -> dict[str, Any]:
 
         - ``versions``: ``ampfast``, ``python``, ``platform``, ``torch``, torch's ``cuda`` and
           ``hip``, and ``triton``; None for a missing one.
-        - ``extension``: build of the compiled core (``torch``, ``compiler``, ``openmp``), its
+        - ``extension``: the ``torch`` that the compiled core was built for, its
           instruction set (``cpu_capability``) and its CUDA kernels (``cuda_kernels``: "built" or
           "not built").
         - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``name``,
@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
             "triton": _triton_version(),
         },
         "extension": {
-            **core.build_info(),
+            "torch": core.TORCH,
             "cpu_capability": core.cpu_capabilities()[0],
             "cuda_kernels": "not built" if cuda.missing() else "built",
         },

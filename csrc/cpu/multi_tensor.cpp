@@ -4,14 +4,8 @@
 
 #include <ATen/Parallel.h>
 
-#include <atomic>
 #include <numeric>
 
-#ifndef _WIN32
-#include <pthread.h>
-#endif
-
-#include "../track.h"
 #include "instruction_set.h"
 
 namespace ampfast::cpu {
@@ -20,12 +14,6 @@ namespace {
 
 // The least chunks for a thread: waking one pays no sooner.
 constexpr int64_t kGrain = 16;
-
-// A forked child has no threads of OpenMP, and waiting for them would not end.
-std::atomic<bool> forked{false};
-#ifndef _WIN32
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-#endif
 
 // torch takes tensors one after another. Where they share memory the order shows, and threads would
 // race.
@@ -55,7 +43,7 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
       }
     }
   };
-  if (list.elements < 2 * kGrain * kChunk || forked || (writes && shares_memory(list))) {
+  if (list.elements < 2 * kGrain * kChunk || (writes && shares_memory(list))) {
     take(0, list.chunks);
   } else {
     at::parallel_for(0, list.chunks, kGrain, take);
@@ -82,7 +70,7 @@ double used_peak(const DtypeList& list, double peak, Factor how, float factor) {
   return used;
 }
 
-void require_rows(const GradList& grads, const Rows& rows) {
+void require_rows(const GradList& grads, const Marks& rows) {
   for (const DtypeList& list : grads.lists()) {
     for (const Span& span : list.spans) {
       TORCH_CHECK(span.parameter < rows.parameters, "tracking is of ", rows.parameters,
@@ -101,8 +89,9 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
 // adds the sums of chunks, where there are any, to the squares of their parameters.
 void track(const DtypeList& list, const Reused<double>& peaks, const Reused<double>& partials,
            const Work& work, Factor how) {
+  const int64_t step = *work.marks.now + 1;  // counted from 1
   for (const Span& span : list.spans) {
-    int64_t* row = work.marks->words + span.parameter * kMarkWords;
+    int64_t* row = work.marks.words + span.parameter * kMarkWords;
     double peak = 0, squares = bits_as<double>(row[kSquares]);
     for (int64_t i = 0; i < chunk_count(span.numel); ++i) {
       peak = larger_or_nan(peak, peaks[span.first_chunk + i]);
@@ -111,10 +100,10 @@ void track(const DtypeList& list, const Reused<double>& peaks, const Reused<doub
     row[kSquares] = bits_as<int64_t>(squares);
     const double used = used_peak(list, peak, how, work.factor);
     if (!std::isfinite(used)) {
-      mark(work.marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
+      mark(step, row[kLastNonFinite], row[kTimesNonFinite]);
     }
     if (std::isnan(used)) {
-      mark(work.marks->step, row[kLastNan], row[kTimesNan]);
+      mark(step, row[kLastNan], row[kTimesNan]);
     }
   }
 }
@@ -122,8 +111,8 @@ void track(const DtypeList& list, const Reused<double>& peaks, const Reused<doub
 }  // namespace
 
 double run(const GradList& grads, const Work& work) {
-  if (work.marks) {
-    require_rows(grads, *work.marks);
+  if (work.marks.now != nullptr) {
+    require_rows(grads, work.marks);
   }
   const Multiplier by = multiplier_of(work.how, work.factor);
   const double coefficient = work.coefficient.value_or(1);
@@ -150,7 +139,7 @@ double run(const GradList& grads, const Work& work) {
         peaks[chunk] = loops.peak(address, numel);
       }
     });
-    if (work.marks) {
+    if (work.marks.now != nullptr) {
       track(list, peaks, partials, work, how);
     }
     const double largest = std::accumulate(peaks.begin(), peaks.end(), 0.0, larger_or_nan<double>);

@@ -3,15 +3,9 @@
 
 #include "../element.h"
 #include "../gradients.h"
+#include "../track.h"
 
 namespace ampfast::cpu {
-
-// The overflow counters of parameters, a row of kMarkWords for each.
-struct Rows {
-  int64_t* words;
-  int64_t parameters;
-  int64_t step;  // the number of this step, counted from 1
-};
 
 // One pass over a list, whose factor is on the host; `how` is no reciprocal.
 struct Work {
@@ -24,7 +18,7 @@ struct Work {
   // Gets the sum of squares of the values times the factor, or divided by it, and the largest
   // magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
-  std::optional<Rows> marks;  // of the parameters of values not finite as used
+  Marks marks;  // of the parameters of values not finite as used
 };
 
 // Returns the largest magnitude as it is used; NaN if there is one. The sum of squares is in
