@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ class NormTerm:
     """Gradients of one optimizer, or of a list of tensors, in a norm.
 
     Attributes:
-        grads: The gradients by number, None where there is none.
+        grads: The gradients by number, None where there is none; read, which may warn of tensors
+            that are no leaves, only where torch's ops take them.
         groups: Their parameters by group; none of a list of tensors.
         found: The gradients, as kernels take them.
         work: The pass that reads them.
@@ -38,7 +38,7 @@ class NormTerm:
         words: The state of which the first word counts the steps, or None.
     """
 
-    grads: list[Tensor | None]
+    grads: Iterable[Tensor | None]
     groups: tuple[tuple[Tensor, ...], ...]
     found: Found
     work: Pass
@@ -83,13 +83,7 @@ def measured(
     """
     terms: list[NormTerm] = []
     for optimizer, _, found, work, rows in given:
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        # Reading the gradient of a non-leaf tensor warns.
-        grads = (
-            [param.grad for param in params]
-            if found.has_complex or order not in FUSED_ORDERS
-            else []
-        )
+        grads = (param.grad for group in optimizer.param_groups for param in group["params"])
         terms.append(NormTerm(grads, found.groups, found, work, found.shards, rows, words))
     turns = [turn for _, turn, *_ in given]
     return sums_of(terms, order, device, agreement, turns)

@@ -646,7 +646,7 @@ class GradScaler(TorchGradScaler):
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""
         if not self._enabled or self._scale is None or self._growth_tracker is None:
-            return self._loss_scale.stats_before(self.get_scale(), self._get_growth_tracker())
+            return self._loss_scale.stats(self.get_scale(), self._get_growth_tracker())
         refuse_capture("counts that the host reads", "read them after the replay")
         return self._loss_scale.stats(self._scale, self._growth_tracker)
 

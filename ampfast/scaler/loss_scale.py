@@ -195,25 +195,21 @@ class LossScale:
                 self.words = self.words.to(device)
         return self.words
 
-    def stats_before(self, scale: float, growth_tracker: int) -> ScalerStats:
-        """Returns the counters before there is a scale on a device."""
-        here = {"device": torch.device("cpu")}
-        given = scalars.allocate(torch.tensor, scale, dtype=torch.float32, **here)
-        tracker = scalars.allocate(torch.tensor, growth_tracker, dtype=torch.int32, **here)
-        return self.stats(given, tracker)
+    def stats(self, scale: Any, growth_tracker: Any) -> ScalerStats:
+        """Reads the counters with one host sync, and a scale and its tracker, if they are tensors.
 
-    def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
-        """Reads the counters with one host sync."""
-        words = self.words_on(scale.device)
-        now = [
-            scalars.word_of(scale.detach().reshape(1)),
-            growth_tracker.detach().reshape(1).long(),
-        ]
-        *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
-        word = scalars.allocate(torch.tensor, scale_word, dtype=torch.int64, device="cpu")
-        read = scalars.float_of(word).item()
-        counts = {name: counters[getattr(layout, name.upper())] for name in _COUNTS}
-        return ScalerStats(**counts, scale=read, growth_tracker=tracker)
+        Before there are tensors, they are numbers.
+        """
+        if isinstance(scale, Tensor):
+            now = scalars.word_of(scale.detach()), growth_tracker.detach().long()
+            counters = self.words_on(scale.device)[: layout.COUNTERS]
+            read = torch.cat([counters, *(each.reshape(1) for each in now)])
+            *counts, word, growth_tracker = read.tolist()
+            (scale,) = struct.unpack("<f", struct.pack("<I", word))
+        else:
+            counts = self.words[: layout.COUNTERS].tolist()
+        named = {name: counts[getattr(layout, name.upper())] for name in _COUNTS}
+        return ScalerStats(**named, scale=scale, growth_tracker=growth_tracker)
 
     def history(self) -> History:
         """Reads the ring with one host sync."""
