@@ -72,17 +72,15 @@ class _LoopChecks:
 
     def _replace(self, place: Any, name: str, ours: Any) -> None:
         self._replaced.append((place, name, vars(place)[name], ours))
-        (replace_method if place is self._kind else setattr)(place, name, ours)
+        replace_method(place, name, ours)
 
     def remove(self) -> None:
         """Ends the checks, and what they cost."""
-        if self._is_over:
-            return
         self._is_over, self._clipped = True, {}
         torch_functions.on_clip = None
         for place, name, original, ours in self._replaced:
             if vars(place)[name] is ours:
-                (replace_method if place is self._kind else setattr)(place, name, original)
+                replace_method(place, name, original)
 
     def _watched(self, method: Any, see: Callable[..., None]) -> Any:
         @wraps(method)

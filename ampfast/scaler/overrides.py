@@ -29,11 +29,14 @@ def original_methods(kind: type, *names: str) -> Methods:
     return found
 
 
-def replace_method(kind: type, name: str, method: Callable[..., Any]) -> None:
-    """Replaces a method of a class by one that only watches it, which is then no hook."""
-    original = vars(kind)[name]
-    setattr(kind, name, method)
-    originals: tuple[Methods, ...] = vars(kind).get("_originals", ())
+def replace_method(place: Any, name: str, method: Callable[..., Any]) -> None:
+    """Replaces a method of a class by one that only watches it, which is then no hook.
+
+    Or a function of a module.
+    """
+    original = vars(place)[name]
+    setattr(place, name, method)
+    originals: tuple[Methods, ...] = vars(place).get("_originals", ())
     for found in originals:
         if found.get(name) is original:
             found[name] = method
