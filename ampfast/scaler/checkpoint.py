@@ -43,11 +43,6 @@ def require_loadable(
             f"{'' if is_static else ' and changes'}: load it into a scaler that was made as that "
             "one was, or begin with this one as it is"
         )
-    if not limits.is_torchs and is_static:
-        raise ValueError(
-            "the checkpoint's scale is static, but this scaler has limits or hysteresis, which "
-            "need a dynamic one"
-        )
     entry, tolerated = state_dict.get("ampfast", {}), 0
     if not isinstance(entry, dict) or not set(entry) <= {"norms"}:
         tolerated = limits.hysteresis - limits.require_loadable(entry)
@@ -56,8 +51,8 @@ def require_loadable(
     if "ampfast" in state_dict and is_static and interval > 0:
         warn_caller(
             "This checkpoint is of a scaler whose scale never changes, such as a StepGuard: from "
-            f"now on this scaler's stays {scale}. To go on with a scale that "
-            "grows and backs off, do not load it."
+            f"now on this scaler's stays {scale}. To go on with a scale that grows and backs off, "
+            "do not load it."
         )
     return tolerated, norms
 

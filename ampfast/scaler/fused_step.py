@@ -49,7 +49,7 @@ def step_fused(
         if grad_scale is not None and not isinstance(error, Exception):
             # The kernels may have divided gradients before the interrupt. Nothing tells whether an
             # error came before them, as from a hook, so that the step may be repeated, or after.
-            begin([turn])
+            begin(turn)
             turn.divisor = None
         raise
     finally:

@@ -742,9 +742,9 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If the checkpoint is of a disabled scaler.
             TypeError: If it is no dict.
             ValueError: If it is of a scaler with other limits or hysteresis, a value is damaged,
-                its scale is not the 1 that this one's always is, or only one of the two is static.
-                Nothing is loaded then. As with torch, a scaler without limits and hysteresis
-                becomes static, with a warning where the checkpoint is of one with `dynamic=False`.
+                its scale is not the 1 that this one's always is, or only this one is static.
+                Nothing is loaded then. As with torch, a scaler becomes static, with a warning where
+                the checkpoint is of one with `dynamic=False`.
         """
         with explained(state_dict):
             if not self._enabled or len(state_dict) == 0:

@@ -78,16 +78,12 @@ class Limits:
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(sorted(names))} "
                 f"and perhaps norms, got {entry!r}"
             )
-        differences = [
-            f"{name} {entry.get(name)!r} there, {value!r} here"
-            for name, value in settings.items()
-            if entry.get(name) != value
-        ]
-        if differences:
+        there = {name: entry[name] for name in settings}
+        if there != settings:
             raise ValueError(
-                f"the checkpoint is of a scaler with other settings ({'; '.join(differences)}): "
-                "construct the scaler with the checkpoint's, or delete the checkpoint's entry "
-                "'ampfast' to keep this scaler's"
+                f"the checkpoint is of a scaler with other settings ({there} there, {settings} "
+                "here): construct the scaler with the checkpoint's, or delete the checkpoint's "
+                "entry 'ampfast' to keep this scaler's"
             )
         tracker = entry["hysteresis_tracker"]
         require_int("the checkpoint's hysteresis_tracker", tracker, 1 - 2**31, self.hysteresis)

@@ -236,9 +236,7 @@ def joint_flags(before: Flags, flags: Flags) -> Flags:
     return joint
 
 
-def begin(turns: list[Turn]) -> None:
-    """Marks optimizers as unscaled with flags that say "skip", as the core does before a write."""
-    for turn in turns:
-        flag = allocate(torch.ones, (), dtype=torch.float32, device="cpu")
-        turn["found_inf_per_device"] = {flag.device: flag}
-        turn["stage"] = UNSCALED
+def begin(turn: Turn) -> None:
+    """Marks an optimizer as unscaled with a flag that says "skip", as the core before a write."""
+    flag = allocate(torch.ones, (), dtype=torch.float32, device="cpu")
+    turn["found_inf_per_device"], turn["stage"] = {flag.device: flag}, UNSCALED
