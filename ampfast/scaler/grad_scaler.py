@@ -527,11 +527,9 @@ class GradScaler(TorchGradScaler):
         for each in optimizers:
             if (turn := states.get(id(each))) is not None and turn["stage"] is not READY:
                 raise out_of_turn.past_its_turn(turn, each)
-        defers, turns = None, []
-        if not in_place:
-            defers = []
-            for each in optimizers:
-                defers.append(can_defer(each, records, overridden))
+        defers, turns = [], []
+        for each in () if in_place else optimizers:
+            defers.append(can_defer(each, records, overridden))
         for each in optimizers:
             turns.append(turn_of(records, states, each))
         if highest is not None:

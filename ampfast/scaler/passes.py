@@ -121,7 +121,7 @@ class Passes:
         limit: float | ClipLimit,
         order: float,
         highest: float | Sigmas | None,
-        defers: Sequence[bool] | None = None,
+        defers: Sequence[bool] = (),
         is_decided: bool = False,
     ) -> Tensor:
         """Clips gradients by their norm, or lets the steps of optimizers that defer clip.
@@ -133,11 +133,11 @@ class Passes:
             limit: The limit of the norm.
             order: The order of the norm.
             highest: The largest norm of a step that is taken, or None.
-            defers: Which of them clip in their step; None for none.
+            defers: Which of them clip in their step; empty for none.
             is_decided: Whether a hook has unscaled them and decided on infinities.
         """
         uses = (_AS_THEY_ARE if scale is None or is_decided else _SCALED) * len(optimizers)
-        for place, is_deferred in enumerate(defers or ()):
+        for place, is_deferred in enumerate(defers):
             uses[place] = _DEFERRED[0] if is_deferred else uses[place]
         if scale is None or self._scale is not scale:
             self._know(scale)
