@@ -7,7 +7,7 @@ import math
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -217,33 +217,43 @@ class Agreement:
     Attributes:
         groups: Process groups, reduced over one after the other.
         ranks: All ranks that these groups reach.
-        counted: As in the table; None for a gradient that is not distributed.
-        counted_apart: As in the table.
-        counts_replicated: As in the table.
-
-    Of the ranks with the same elements, this one contributes a gradient's norm, by its mark, if::
-
-        mark        distributed             else
-        none        counted[layout]         counted[None]
-        ()          counted[layout]         counts_replicated
-        its ranks   counted_apart[layout]   it is the first of them that is reached
+        own: Ranks of the scaler's own groups, in each of which ranks hold different parameters.
+        lines: Ranks along each dimension of a mesh of gradients, this one among them.
+        known: What `counts` has returned.
     """
 
     groups: list[Group]
     ranks: frozenset[int]
-    counted: dict[Layout | None, bool]
-    counted_apart: dict[Layout, bool]
-    counts_replicated: bool
+    own: list[list[int]]
+    lines: list[list[int]]
+    known: dict[object, bool] = field(default_factory=dict)
 
     def counts(self, layout: Layout | None, mark: tuple[int, ...] | None = None) -> bool:
-        """Whether this rank contributes the norm of a gradient with this layout and mark."""
-        if mark is None or (layout is not None and not mark):
-            return self.counted[layout]
+        """Whether this rank, of those with the same elements, contributes a gradient's norm.
+
+        Args:
+            layout: Its layout; None if it is not distributed.
+            mark: The ranks of its parameter's mark, empty for all; None without one.
+        """
+        key = layout, mark
+        if key not in self.known:
+            self.known[key] = self._counts(layout, mark)
+        return self.known[key]
+
+    def _counts(self, layout: Layout | None, mark: tuple[int, ...] | None) -> bool:
         if layout is not None:
-            return self.counted_apart[layout]
-        if not mark:
-            return self.counts_replicated
-        return self.groups[-1].rank() == next(rank for rank in mark if rank in self.ranks)
+            return all(layout.counts_among(each, is_own_group=True) for each in self.own) and all(
+                layout.counts_among(line, is_own_group=bool(mark)) for line in self.lines
+            )
+        rank = self.groups[-1].rank()
+        if mark:
+            return rank == next(each for each in mark if each in self.ranks)
+        replicas = [*self.lines, *self.own]
+        if mark is None:
+            # Replicas on the ranks of a mesh, but shards within the own group.
+            own = [set(each) for each in self.own]
+            replicas = [line for line in self.lines if not any(set(line) <= each for each in own)]
+        return all(line[0] == rank for line in replicas)
 
     def all_reduce(self, found: list[Flags], device: torch.device) -> list[Flags]:
         """Returns each optimizer's flags, 0 or 1, equal on all ranks; one collective per group.
@@ -463,21 +473,7 @@ class Ranks:
         groups = _without_subsets([*groups, *self.groups()])
         if not groups:
             return None
-        counted: dict[Layout | None, bool] = {
-            layout: all(layout.counts_among(line, is_own_group=True) for line in own)
-            and all(layout.counts_among(line, is_own_group=False) for line in lines)
-            for layout in layouts
-        }
-        # Plain gradients are replicas on the ranks of a mesh, but shards within the own group.
-        replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
-        apart = {
-            layout: all(layout.counts_among(line, is_own_group=True) for line in (*own, *lines))
-            for layout in layouts
-        }
-        rank = groups[-1].rank()
-        counted[None] = all(line[0] == rank for line in replicas)
-        counts_replicated = all(line[0] == rank for line in (*lines, *own))
-        return Agreement(groups, frozenset(reached), counted, apart, counts_replicated)
+        return Agreement(groups, frozenset(reached), own, lines)
 
 
 def require_group(group: Any, device: Any, name: str = "process_group") -> None:
