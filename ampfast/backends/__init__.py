@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sysconfig
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ NAMES = (*_LAUNCHERS, "cpu", "aten")
 # Older GPUs are none that CUDA 12 compiles for, or that Triton supports.
 _LEAST_CAPABILITY = {"cuda": (7, 0), "triton": (8, 0)}
 _NO_GPU = "torch sees no GPU"
+_TRITON_NEEDS = "; at run time Triton needs a C compiler and Python's headers (python3-dev)"
 _INTERPRETED = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
 _REMEDIES = {
     "triton": "pip install 'triton>=3.6'",
@@ -233,7 +233,7 @@ def support(name: str, device: torch.device | None = None) -> Support:
             return Support.unless(aside.submit(_try_out, name, device).result())
     except Exception as error:  # compilers raise errors of many types
         reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
-        return Support(False, reason + (_what_triton_lacks() if name == "triton" else ""))
+        return Support(False, reason + (_TRITON_NEEDS if name == "triton" else ""))
 
 
 def default_for(device: torch.device) -> str:
@@ -324,21 +324,12 @@ def _current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
-def _what_triton_lacks() -> str:
-    """Names Python's headers if they are missing: Triton compiles what it launches kernels with."""
-    header = os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    missing = f"; at run time Triton needs Python's headers (python3-dev): no {header}"
-    return "" if os.path.exists(header) else missing
-
-
 def _try_out(name: str, device: torch.device) -> str:
     if hasattr(_launcher(name), "load") and device.type == "cuda":
         _launcher(name).load(device)
     gradient = scalars.allocate(torch.full, (3,), 8.0, dtype=torch.float32, device=device)
     scale = scalars.allocate(torch.full, (), 4.0, dtype=torch.float32, device=device)
     grads = core.list_of([gradient], device)
-    if grads is None:
-        raise RuntimeError("tensors are not plain here")
     found_inf = _kernels_of(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
     # A copy that the sync debug mode of torch allows.
     seen, arrival = scalars.copy_to_host_async(torch.cat([gradient, found_inf.reshape(1)]))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import runpy
 import sys
-import sysconfig
 import warnings
 
 import pytest
@@ -255,7 +254,7 @@ DOES_NOT_RUN = "its kernel does not run: ValueError: cannot be compiled"
     ],
     ids=["works", "inference", "mode", "dtype", "wrong", "broken"],
 )
-def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
+def test_kernels_are_tried(monkeypatch, launcher, around, reason):
     monkeypatch.setattr(backends, "_launcher", lambda name: launcher)
     with around:
         [triton] = [entry for entry in backends.report() if entry.name == "triton"]
@@ -265,9 +264,7 @@ def test_kernels_are_tried(monkeypatch, tmp_path, launcher, around, reason):
         assert triton.device_types == ("cpu",), "an interpreter has no GPU"
         assert backends.choose("triton").name_for(CPU) == "triton"
     if reason == DOES_NOT_RUN:
-        monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
-        backends.support.cache_clear()
-        assert f"no {tmp_path}/Python.h" in str(backends.report())
+        assert triton.reason.endswith("a C compiler and Python's headers (python3-dev)")
 
 
 def test_the_core_of_torchs_minor_version_is_chosen(tmp_path):
