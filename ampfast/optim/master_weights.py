@@ -320,9 +320,9 @@ class _Swap:
         self._state = optimizer.state
         self._inner = _rekeyed(optimizer.state, masters.items())
         self._own = own
-        optimizer.state = self._inner
         for params, _ in own:
             params[:] = [masters.get(param, param) for param in params]
+        optimizer.state = self._inner
 
     def leave(self) -> None:
         """Undoes `enter`, also one that was interrupted, as a `leave` may have been."""
