@@ -155,11 +155,6 @@ class Group:
         # Device types whose tensors its backend supports; empty if they are not known.
         self._types = [each.type for each in getattr(self.process_group, "_device_types", ())]
 
-    @property
-    def device(self) -> torch.device | None:
-        """A device whose tensors it reduces; None if that is not known."""
-        return _device_of(self._types) if self._types else None
-
     @cached_property
     def ranks(self) -> list[int]:
         """Global ranks, or those within a foreign group if there is no default group."""
@@ -439,11 +434,6 @@ class Ranks:
             ValueError: If it is the default group and there is none.
         """
         return [Group()] if self._is_default else self._own
-
-    @property
-    def device(self) -> torch.device | None:
-        """A device of the scaler's own group; None without one."""
-        return next((group.device for group in self.groups()), None)
 
     def gathered(self, value: Value) -> list[Value]:
         """Returns the values of all ranks that this scaler has agreed with, by rank."""

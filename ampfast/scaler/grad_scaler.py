@@ -827,7 +827,7 @@ class GradScaler(TorchGradScaler):
     def _checked_scale(self, method: str, *optimizers: Any) -> Tensor:
         """The scale, of which torch's own method checks that it was made; a guard makes it here."""
         if self._is_guard and self._scale is None:
-            device = out_of_turn.device_for(optimizers) or self._ranks.device
+            device = out_of_turn.device_for(optimizers)
             self._lazy_init_scale_growth_tracker(device or torch.device(self._device or "cpu"))
         try:
             self._check_scale_growth_tracker(method)
