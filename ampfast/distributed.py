@@ -178,7 +178,9 @@ class Group:
             return
         there, types = tensor, self._types
         if types and tensor.device.type not in types:
-            there = tensor.to(_device_of(types))
+            # A group of gloo names CUDA, too, where there is none.
+            here = [each for each in types if each != "cuda" or torch.cuda.is_available()] or types
+            there = tensor.to("cuda" if "cuda" in here else here[0])
         # torch's function of this name takes as long to get here as a small collective does.
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, False
@@ -259,8 +261,7 @@ class Agreement:
         if len(found) == 1 and len(found[0]) == 1:
             flag = next(iter(found[0].values()))
             if flag.dim() == 0:
-                for group in self.groups:
-                    group.all_reduce_(flag, dist.ReduceOp.MAX)
+                self.reduce_(flag, dist.ReduceOp.MAX)
                 return found
         # -1: no gradient. Other ranks may reduce their own flag, as above.
         levels = [scalars.joint_flag(flags.values(), device) - int(not flags) for flags in found]
@@ -510,12 +511,6 @@ def _dtensor() -> type[DTensor] | tuple[()]:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
-def _device_of(types: list[str]) -> torch.device:
-    # A group of gloo names CUDA, too, where there is none.
-    here = [each for each in types if each != "cuda" or torch.cuda.is_available()] or types
-    return torch.device("cuda" if "cuda" in here else here[0])
-
-
 def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:
     return group is not None and isinstance(group, dist.DeviceMesh)  # type: ignore[attr-defined]
 
@@ -544,12 +539,10 @@ def _without_subsets(groups: list[Group]) -> list[Group]:
     ]
 
 
-def _sort_key(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
-    """Order of meshes: slices of one mesh together, by its dimensions."""
+def _sort_key(mesh: DeviceMesh) -> tuple[list[int], tuple[str, ...], list[int]]:
+    """Order of meshes: slices of one mesh together, by the names of their dimensions."""
     root = _root_of(mesh) or mesh
-    names = list(root.mesh_dim_names or ())
-    dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
-    return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()
+    return root.mesh.flatten().tolist(), mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -131,10 +131,11 @@ def run(grads: TensorList, work: Pass) -> Tensor:
     if work.coefficient is not None:
         _multiply_(grads, factor, work.coefficient)
         return found_inf
-    if work.write:
-        require_unscalable(grads)
     observes = sums is not None or work.marks is not None
     measures = observes or (factor is not None and _may_overflow(factor, divides))
+    if measures and sums is None and not work.write:
+        # A clip measures what it may yet write, which was refused nothing.
+        require_unscalable(grads, found_inf)
     squares, peaks = [], []
     for group in grads.groups:
         # Norms come before the write, for products that are not rounded to 16 bits.
@@ -142,8 +143,6 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         if work.write or not measures:
             by = factor if work.write and factor is not None else _one(grads.device)
             _check_and_unscale_(group.tensors, found_inf, by)
-        elif sums is None:  # a clip measures what it may yet write, which was refused nothing
-            _require_unscalable(group, found_inf)
         used = _peaks(group, work, factor) if measures else []
         if used:
             # torch's op checks values before it multiplies them: a product may have overflowed.
@@ -394,20 +393,17 @@ def set_divisor(divisor: Tensor, scale: Tensor, coefficient: Tensor) -> None:
 
 
 @torch.no_grad()
-def require_unscalable(grads: TensorList) -> None:
-    """Raises torch's error for the first gradient that its op refuses; no value changes."""
+def require_unscalable(grads: TensorList, found_inf: Tensor | None = None) -> None:
+    """Raises torch's error for the first gradient that its op refuses; no value changes.
+
+    Single gradients are checked.
+    """
     for group in grads.groups:
-        _require_unscalable(group, None)
-
-
-def _require_unscalable(group: _Group, found_inf: Tensor | None) -> None:
-    """The same for a group, which is checked if it is a single gradient."""
-    device = group.tensors[0].device
-    if group.is_usual:
-        _require_op(device, group.tensors[0].dtype)
-    else:
-        flag = new_flag(device) if found_inf is None else found_inf
-        _check_and_unscale_(group.tensors, flag, _one(device))
+        if group.is_usual:
+            _require_op(grads.device, group.tensors[0].dtype)
+        else:
+            flag = new_flag(grads.device) if found_inf is None else found_inf
+            _check_and_unscale_(group.tensors, flag, _one(grads.device))
 
 
 @cache
