@@ -94,8 +94,6 @@ TORCH_OPS = cast(Kernels, aten)
 cpu = cast(Kernels, compiled)
 # The kernels of each backend that was asked for.
 _kernels: dict[str, Kernels] = {"aten": TORCH_OPS, "cpu": cpu}
-# Warnings that were given, for all GPUs with the same reason.
-_warnings: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -340,6 +338,7 @@ def _try_out(name: str, device: torch.device) -> str:
     return ""
 
 
+@cache
 def _default_on_gpu(device: torch.device) -> str:
     refused: dict[str, str] = {}
     for name in _LAUNCHERS:
@@ -352,8 +351,7 @@ def _default_on_gpu(device: torch.device) -> str:
     else:
         name = "aten"
     for each, reason in refused.items():
-        message = f"ampfast does not use its backend {each!r}: {reason}"
-        if reason != _NO_GPU and message not in _warnings:
-            _warnings.add(message)
+        if reason != _NO_GPU:
+            message = f"ampfast does not use its backend {each!r}: {reason}"
             warnings.warn(message, stacklevel=2)
     return name

@@ -27,8 +27,7 @@ def forgotten(monkeypatch):
     """Clears cached facts about this machine before and after."""
     monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
     monkeypatch.setattr(backends, "_kernels", {"aten": backends.TORCH_OPS, "cpu": cpu})
-    monkeypatch.setattr(backends, "_warnings", set())
-    cached = backends._choice, backends.support
+    cached = backends._choice, backends.support, backends._default_on_gpu
     for function in cached:
         function.cache_clear()
     yield
@@ -134,8 +133,8 @@ def test_default_on_a_gpu(monkeypatch, missing, failing, chosen):
     failing = dict.fromkeys(failing.split(), "no compiler")
     machine(monkeypatch, missing, failing)
     with all_warnings() as texts:
-        for index in (0, 0, 1, 2):
-            assert backends.default_for(torch.device("cuda", index)) == chosen
+        for _ in range(2):
+            assert backends.default_for(GPU) == chosen
     # Nobody misses the kernels that precede those that run, or follow them.
     reasons = missing if chosen == "aten" else {}
     if chosen != "cuda":
