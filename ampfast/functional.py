@@ -232,12 +232,12 @@ def _local(grads: list[Tensor]) -> tuple[list[Tensor], LocalShards]:
 
 def _require_scalars(**named: Tensor) -> None:
     """Checks one-element tensors on one device: int32 for the growth tracker, else float32."""
+    first = next(iter(named))
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    first, device = next((name, tensor.device) for name, tensor in named.items())
-    for name, tensor in named.items():
         dtype = torch.int32 if name == "growth_tracker" else torch.float32
+        device = named[first].device
         if tensor.dtype is not dtype or tensor.numel() != 1 or tensor.device != device:
             raise RuntimeError(
                 f"{name} must be a one-element {dtype} tensor on the device of {first}, {device}, "

@@ -193,11 +193,9 @@ def report() -> list[BackendReport]:
     for name in NAMES:
         here, device_types = Support(True), ("cpu",) if name == "cpu" else ()
         if name in _LAUNCHERS:
-            device_types = ("cuda",)
-            if (here := support(name)).supported:
-                device = torch.device("cpu") if _takes_cpu(name) else _current_gpu()
-                here = support(name, device)
-                device_types = (device.type if here.supported else "cuda",)
+            takes_cpu = support(name).supported and _takes_cpu(name)
+            device = torch.device("cpu") if takes_cpu else _current_gpu()
+            here, device_types = support(name, device), (device.type,)
         found.append(BackendReport(name, here.supported, here.reason, device_types))
     return found
 

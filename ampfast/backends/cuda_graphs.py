@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import add
@@ -110,16 +110,13 @@ def step_unless(
 
     Elsewhere the host waits for the flags, once.
     """
-    result: float | None = None
+    step: Callable[..., float | None] = optimizer.step
     found: list[Any] = list(flags.values())
     on_gpu = [flag for flag in found if getattr(flag, "is_cuda", False)]
     if on_gpu and is_capturing():
-        with skipped_where(flags.values()):
-            result = optimizer.step(*args, **kwargs)
-    else:
-        if len(on_gpu) > 1:
-            found = [flag for flag in found if not getattr(flag, "is_cuda", False)]
-            found.append(sum(flag.to(on_gpu[0].device, non_blocking=True) for flag in on_gpu))
-        if not sum(flag.item() for flag in found):
-            result = optimizer.step(*args, **kwargs)
-    return result
+        with skipped_where(found):
+            return step(*args, **kwargs)
+    if len(on_gpu) > 1:
+        found = [flag for flag in found if not getattr(flag, "is_cuda", False)]
+        found.append(sum(flag.to(on_gpu[0].device, non_blocking=True) for flag in on_gpu))
+    return None if sum(flag.item() for flag in found) else step(*args, **kwargs)
