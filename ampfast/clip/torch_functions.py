@@ -14,7 +14,6 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import core
 from ampfast.backends.core import Aim, Clip, Factor, Pass, Use
-from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.backends.scalars import moved, widest
 from ampfast.clip.global_norm import FUSED_ORDERS
 from ampfast.errors import warn_caller
@@ -66,22 +65,18 @@ def clip_grad_norm_(
     if not listed and isinstance(parameters, GeneratorType):
         warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
     order, limit = _numbers(norm_type, max_norm)
-    clipped: Tensor | None = None
     known = _known(listed, order)
-    if known is not None:
+    norm: Tensor
+    if known is None:
+        norm = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+    else:
         finder, found, dtype = known
         decides = _if_finite(limit, order, dtype) if error_if_nonfinite else limit
-        try:
-            norm = finder.norm([found], [Turn()], _USES, _CLIP, decides, order, None)
-            clipped = norm if norm.dtype is dtype else norm.to(dtype)
-        except RuntimeError:
-            if error_if_nonfinite or not is_capturing():
-                raise
-    if clipped is None:
-        clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = finder.norm([found], [Turn()], _USES, _CLIP, decides, order, None)
+        norm = norm if norm.dtype is dtype else norm.to(dtype)
     if on_clip is not None and not torch.compiler.is_compiling():
         on_clip(listed, max_norm)
-    return clipped
+    return norm
 
 
 def get_total_norm(
