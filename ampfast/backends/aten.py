@@ -446,7 +446,7 @@ def p_norm(
         values = torch.view_as_complex(values)
     # The maximum of real numbers is exact in any dtype.
     is_exact = order == torch.inf and not grad.is_complex()
-    dtype = None if is_exact else widest(grad.device, grad.is_complex())
+    dtype = None if is_exact else torch.promote_types(widest(grad.device), values.dtype)
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     if type(norm) is not Tensor:
         # It is of an unknown subclass.

@@ -68,9 +68,8 @@ def _lacks_state(optimizer: object, group: dict[str, Any], state: dict[str, Any]
 
 
 @contextmanager
-def skipped_where(found_infs: Iterable[Any]) -> Iterator[None]:
+def skipped_where(flags: list[Any]) -> Iterator[None]:
     """Captures its body so that a replay skips it if one of these flags is not 0."""
-    flags = list(found_infs)
     graph = _capturing_graph(getattr(flag, "device", None) for flag in flags)
     graph.begin_capture_to_if_node(reduce(add, flags) == 0)
     try:

@@ -20,11 +20,9 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
-def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
+def widest(device: torch.device) -> torch.dtype:
     """Widest floating point dtype of a device."""
-    if has_float64(device):
-        return torch.complex128 if is_complex else torch.float64
-    return torch.complex64 if is_complex else torch.float32
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def allocate(
@@ -62,9 +60,7 @@ def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def inverse(scale: Tensor) -> Tensor:
     """Returns the inverse scale as float32, from a float64 reciprocal if the device has one."""
-    if has_float64(scale.device):
-        return scale.double().reciprocal().float()
-    return scale.reciprocal()
+    return scale.to(widest(scale.device)).reciprocal().float()
 
 
 def new_flag(device: torch.device | None) -> Tensor:
