@@ -385,59 +385,6 @@ def _decide(total, limits, flag, results, scale_ptr, norms_ptr, window, COMPARES
     return flag
 
 
-@triton.jit
-def _finish(
-    header_ptr,
-    found,
-    partials,
-    factor_ptr,
-    results,
-    state,
-    rule,
-    clip,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-    COMPARES: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    """The last program's part of a pass: its results, decisions by them, a ready header."""
-    found_inf_ptr, sums_ptr, coefficient_ptr, divisor_ptr, other_found_inf_ptr = results
-    norm_ptr, max_norm, skip_above, norms_ptr, window = clip
-    flag = found.to(tl.float32)
-    if NORM:
-        worst = tl.atomic_max(
-            header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
-        )
-        squares, peak = (
-            _sum_of_partials(partials[0], partials[1]),
-            worst.to(tl.float64, bitcast=True),
-        )
-        tl.store(sums_ptr, squares)
-        tl.store(sums_ptr + 1, peak)
-    if norm_ptr is not None:
-        total = peak if LARGEST else tl.sqrt(squares)
-        limits, decided = (max_norm, skip_above), (norm_ptr, coefficient_ptr, divisor_ptr)
-        flag = _decide(total, limits, flag, decided, factor_ptr, norms_ptr, window, COMPARES)
-    elif divisor_ptr is not None:
-        tl.store(divisor_ptr, tl.load(factor_ptr))
-    result = flag
-    if ACCUMULATE:
-        flag = _joint(flag, tl.load(found_inf_ptr))
-    if state[0] is not None:
-        if other_found_inf_ptr is not None:
-            flag = _joint(flag, tl.load(other_found_inf_ptr))
-        _update(state, None, flag, rule[0], rule[1], rule[2])
-    # All threads have loaded the values that the first one now replaces.
-    tl.debug_barrier()
-    if ACCUMULATE:
-        tl.store(found_inf_ptr, 1.0, mask=found)
-    else:
-        tl.store(found_inf_ptr, result)
-    tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
-    if NORM:
-        tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
-
-
 @_kernel
 def multi_tensor(
     table_ptr,
@@ -557,25 +504,39 @@ def multi_tensor(
         if before.to(tl.int32) == tl.num_programs(0) - 1:
             tl.debug_barrier()
             found = before + seen >= _NOT_FINITE
-            results = (found_inf_ptr, sums_ptr, coefficient_ptr, divisor_ptr, other_found_inf_ptr)
-            state = (scale_ptr, growth_tracker_ptr, state_ptr)
-            rule = (growth_factor, backoff_factor, growth_interval)
-            clip = (norm_ptr, max_norm, skip_above, norms_ptr, window)
-            partials = (partials_ptr, all_chunks)
-            _finish(
-                header_ptr,
-                found,
-                partials,
-                factor_ptr,
-                results,
-                state,
-                rule,
-                clip,
-                NORM,
-                LARGEST,
-                COMPARES,
-                ACCUMULATE,
-            )
+            flag = found.to(tl.float32)
+            if NORM:
+                none = tl.zeros([], dtype=tl.int64)
+                worst = tl.atomic_max(header_ptr + _HEADER.PEAK, none, sem="relaxed")
+                squares = _sum_of_partials(partials_ptr, all_chunks)
+                norm = worst.to(tl.float64, bitcast=True)
+                tl.store(sums_ptr, squares)
+                tl.store(sums_ptr + 1, norm)
+                if norm_ptr is not None:
+                    norm = norm if LARGEST else tl.sqrt(squares)
+                    limits, decided = (
+                        (max_norm, skip_above),
+                        (norm_ptr, coefficient_ptr, divisor_ptr),
+                    )
+                    flag = _decide(
+                        norm, limits, flag, decided, factor_ptr, norms_ptr, window, COMPARES
+                    )
+            if divisor_ptr is not None and norm_ptr is None:
+                tl.store(divisor_ptr, tl.load(factor_ptr))
+            result = flag
+            if ACCUMULATE:
+                flag = _joint(flag, tl.load(found_inf_ptr))
+            if scale_ptr is not None:
+                if other_found_inf_ptr is not None:
+                    flag = _joint(flag, tl.load(other_found_inf_ptr))
+                pointers = (scale_ptr, growth_tracker_ptr, state_ptr)
+                _update(pointers, None, flag, growth_factor, backoff_factor, growth_interval)
+            # All threads have loaded the values that the first one now replaces.
+            tl.debug_barrier()
+            tl.store(found_inf_ptr, result, mask=found if ACCUMULATE else None)
+            tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
+            if NORM:
+                tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
 
 
 @_kernel
