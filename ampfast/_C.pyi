@@ -34,10 +34,10 @@ TORCH: str  # which it was built for
 state_layout: Any
 norm_layout: Any
 
-# Instruction sets that this machine runs, the best first, which the CPU kernels take unless another
-# is set by its place.
-def cpu_capabilities() -> list[str]: ...
-def set_cpu_capability(number: int) -> None: ...
+# Instruction set of the CPU kernels, "avx2" or "baseline", and a switch to "baseline" for tests.
+CPU_CAPABILITY: str
+
+def use_baseline(uses: bool, /) -> None: ...
 
 # Whether a tensor is a plain one-element tensor of a dtype, as kernels take for a scalar.
 def is_scalar(tensor: Tensor, dtype: torch.dtype) -> bool: ...

@@ -167,22 +167,6 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
 
 namespace {
 
-// Python's own attribute for subclasses, which may redefine it.
-at::Tensor gradient_of(const py::handle& param) {
-  if (THPVariable_CheckExact(param.ptr())) {
-    return THPVariable_Unpack(param.ptr()).grad();
-  }
-  const py::object grad = param.attr("grad");
-  if (grad.is_none()) {
-    return at::Tensor();
-  }
-  if (!THPVariable_Check(grad.ptr())) {
-    py::getattr(grad, "dtype");  // raises as reading it in Python does
-    throw py::type_error("a gradient must be a tensor");
-  }
-  return THPVariable_Unpack(grad.ptr());
-}
-
 // A walk that is under way.
 class Walker {
  public:
@@ -221,9 +205,9 @@ class Walker {
 
   void take_grad(const at::Tensor& grad, int64_t number) { sort(py::none(), grad, number); }
 
-  // Sorts the gradients that are owned into their lists.
+  // Sorts the gradients into their lists: by now no Python runs that could free their memory.
   Walk finish() {
-    for (const GradRef& ref : borrows_ ? Reused<GradRef>() : found.grads) {
+    for (const GradRef& ref : found.grads) {
       list_on(ref.grad->device()).add(*ref.grad, reading_.writes, ref.number);
     }
     return std::move(found);
@@ -277,12 +261,18 @@ class Walker {
   // Every gradient asks this: a call within would take a tenth of the walk's time.
   [[gnu::flatten]] bool is_accepted(const at::Tensor& grad) const {
     return is_regular(grad, devices_) && (reading_.allow_fp16 || grad.scalar_type() != at::kHalf) &&
-           (!borrows_ || found.lists.empty() || grad.device() == found.lists.front().device());
+           (!borrows_ || found.grads.empty() || grad.device() == found.grads[0].grad->device());
   }
 
   bool take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
     const bool is_tensor = THPVariable_Check(item);
-    at::Tensor grad = is_tensor ? gradient_of(item) : at::Tensor();
+    at::Tensor grad;
+    if (THPVariable_CheckExact(item)) {
+      grad = THPVariable_Unpack(item).grad();
+    } else if (is_tensor) {  // a subclass may redefine the attribute
+      const py::object own = py::handle(item).attr("grad");
+      grad = own.is_none() ? at::Tensor() : py::cast<at::Tensor>(own);
+    }
     if (!is_tensor || (grad.defined() && !reading_.allow_fp16 &&
                        c10::toRealValueType(grad.scalar_type()) == at::kHalf)) {
       found.refused = {group_, index, py::reinterpret_borrow<py::object>(item)};
@@ -327,13 +317,9 @@ class Walker {
 
   void accept(const at::Tensor& grad, int64_t number) {
     found.grads.push_back({borrows_ ? &grad : &found.owners->emplace_back(grad), number});
-    if (borrows_) {
-      list_on(grad.device()).add(grad, reading_.writes, number);
-    }
   }
 
   const Reading& reading_;
-  // A walk that ends at anything irregular runs no Python: it borrows, and may sort at once.
   bool borrows_;
   uint64_t devices_;
   int64_t group_ = 0;
@@ -348,13 +334,12 @@ std::optional<Walk> borrowing_walk(PyObject* param_groups, const Reading& readin
   Walker walker(reading, true);
   const auto take = [&walker](PyObject* params) { return walker.take_group(params); };
   try {
-    if (is_observed() || !for_each_plain_group(param_groups, take)) {
-      return std::nullopt;
+    if (!is_observed() && for_each_plain_group(param_groups, take)) {
+      return walker.finish();
     }
   } catch (const c10::Error&) {  // memory that was freed
-    return std::nullopt;
   }
-  return walker.finish();
+  return std::nullopt;
 }
 
 }  // namespace

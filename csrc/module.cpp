@@ -65,8 +65,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("TORCH") = TORCH_VERSION;
   m.def("state_layout", &state_layout);
   m.def("norm_layout", &norm_layout);
-  m.def("cpu_capabilities", &cpu::capabilities);
-  m.def("set_cpu_capability", &cpu::set_capability);
+  m.attr("CPU_CAPABILITY") = cpu::capability();
+  m.def("use_baseline", &cpu::use_baseline);
 
   py::class_<GradList>(m, "GradList", py::is_final()).def_static("of", &regular_list);
   bind_arguments(m);

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.kernels import CAPABILITIES
 from support.launchers import VARIABLE, ReferenceLauncher, compiled, patch_once_a_launch, serve_by
 
 import ampfast
@@ -80,12 +81,12 @@ def few_chunks() -> Iterator[None]:
     _C.set_chunks(_C.ENOUGH_CHUNKS)
 
 
-@pytest.fixture(params=_C.cpu_capabilities())
+@pytest.fixture(params=CAPABILITIES)
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set that machine and binary share."""
-    _C.set_cpu_capability(_C.cpu_capabilities().index(request.param))
+    _C.use_baseline(request.param == "baseline")
     yield request.param
-    _C.set_cpu_capability(0)
+    _C.use_baseline(False)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def collect() -> dict[str, Any]:
         },
         "extension": {
             "torch": core.TORCH,
-            "cpu_capability": core.cpu_capabilities()[0],
+            "cpu_capability": core.CPU_CAPABILITY,
             "cuda_kernels": "not built" if cuda.missing() else "built",
         },
         "devices": _devices(),

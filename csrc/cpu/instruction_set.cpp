@@ -41,42 +41,24 @@ namespace avx2 {
 
 namespace {
 
-struct InstructionSet {
-  const char* name;
-  const Loops* loops;
-};
-
-// The instruction sets that this machine can run, best first.
-const std::vector<InstructionSet>& instruction_sets() {
-  static const std::vector<InstructionSet> found = [] {
-    std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
+// The best that this machine can run.
+const Loops* best() {
 #ifdef AMPFAST_X86
-    if (__builtin_cpu_supports("avx2")) {  // no processor has it without F16C
-      sets.insert(sets.begin(), {"avx2", avx2::kLoops});
-    }
+  if (__builtin_cpu_supports("avx2")) {  // no processor has it without F16C
+    return avx2::kLoops;
+  }
 #endif
-    return sets;
-  }();
-  return found;
+  return baseline::kLoops;
 }
 
-std::atomic<const Loops*>& chosen() {
-  static std::atomic<const Loops*> loops = instruction_sets().front().loops;
-  return loops;
-}
+std::atomic<const Loops*> chosen = best();
 
 }  // namespace
 
-const Loops& loops_for(Dtype dtype) { return chosen().load()[static_cast<int>(dtype)]; }
+const Loops& loops_for(Dtype dtype) { return chosen.load()[static_cast<int>(dtype)]; }
 
-std::vector<std::string> capabilities() {
-  std::vector<std::string> names;
-  for (const InstructionSet& set : instruction_sets()) {
-    names.emplace_back(set.name);
-  }
-  return names;
-}
+std::string capability() { return best() == baseline::kLoops ? "baseline" : "avx2"; }
 
-void set_capability(int64_t number) { chosen() = instruction_sets().at(number).loops; }
+void use_baseline(bool uses) { chosen = uses ? baseline::kLoops : best(); }
 
 }  // namespace ampfast::cpu

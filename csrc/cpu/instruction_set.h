@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "../element.h"
 
@@ -21,8 +20,10 @@ struct Loops {
 
 const Loops& loops_for(Dtype dtype);
 
-// The names of what this machine can run, the best first, and a switch for tests to another.
-std::vector<std::string> capabilities();
-void set_capability(int64_t number);
+// The best instruction set that this machine can run: "avx2" or "baseline".
+std::string capability();
+
+// Runs the loops that any machine can run; a switch for tests.
+void use_baseline(bool uses);
 
 }  // namespace ampfast::cpu

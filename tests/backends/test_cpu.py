@@ -10,6 +10,7 @@ import torch
 from support.comparison import FLOATS
 from support.gradients import WRITABLE_LAYOUTS, make_gradient, plant
 from support.kernels import (
+    CAPABILITIES,
     CHUNK,
     available_gibibytes,
     check_parity,
@@ -27,7 +28,6 @@ from ampfast import _C, functional
 from ampfast.backends import cpu
 from ampfast.backends.core import Factor, Pass
 
-CAPABILITIES = tuple(_C.cpu_capabilities())
 CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
 # Relative tolerance of a sum of squares, whose terms are positive: roundings add up at most.
 TOLERANCE = 64 * 2.0**-53
@@ -138,14 +138,14 @@ def test_norms_of_zero_infinite_and_nan_products(capability: str) -> None:
 def test_norms_have_the_same_bits_on_every_instruction_set(
     dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    request.addfinalizer(lambda: _C.set_cpu_capability(0))
+    request.addfinalizer(lambda: _C.use_baseline(False))
     lists = [[grad] for grad in magnitudes(dtype)]
     lists += [[torch.randn(n).to(dtype)] for n in (*range(100), 255, 256, 257, *CHUNK_SIZES)]
     every = random_bits(100_000, dtype, 5)
     lists.append([every[every.isfinite()]])
     seen = []
-    for number in range(len(CAPABILITIES)):
-        _C.set_cpu_capability(number)
+    for name in CAPABILITIES:
+        _C.use_baseline(name == "baseline")
         seen.append([norms(grads, factor) for grads in lists for factor in (1.0, 1 / 3, 2.0**-16)])
     assert all(each == seen[0] for each in seen)
 

@@ -24,7 +24,7 @@ class Track(NamedTuple):
 
 
 # Instruction sets that machine and binary share.
-CAPABILITIES = _C.cpu_capabilities()
+CAPABILITIES = [*dict.fromkeys((_C.CPU_CAPABILITY, "baseline"))]
 
 
 def grads_of(tensors: Sequence[torch.Tensor]) -> GradList:

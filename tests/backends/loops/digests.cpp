@@ -120,11 +120,10 @@ void print(const Format& format, const Loops& loops, const std::string& set) {
 }  // namespace
 
 int main() {
-  const std::vector<std::string> sets = ampfast::cpu::capabilities();
-  for (size_t i = 0; i < sets.size(); ++i) {
-    ampfast::cpu::set_capability(static_cast<int64_t>(i));
+  for (const std::string& set : {ampfast::cpu::capability(), std::string("baseline")}) {
+    ampfast::cpu::use_baseline(set == "baseline");
     for (int dtype = 0; dtype < 4; ++dtype) {
-      print(kFormats[dtype], ampfast::cpu::loops_for(static_cast<Dtype>(dtype)), sets[i]);
+      print(kFormats[dtype], ampfast::cpu::loops_for(static_cast<Dtype>(dtype)), set);
     }
   }
 }
