@@ -132,7 +132,7 @@ def test_more_elements_than_32_bits_count(backend: str, device: torch.device) ->
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_reads_of_watched_tensors(device: torch.device, dtype: torch.dtype) -> None:
-    reads = _C.Reads(lambda: None, None)
+    reads = _C.Reads(lambda: None)
     for size, offset, bad in itertools.product(
         (1, 4097, 70_001, 30_000_001), (0, 1, 3), (0.0, math.inf, -math.inf, math.nan)
     ):

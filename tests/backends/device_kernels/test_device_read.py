@@ -29,7 +29,7 @@ def test_reads(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(finder, "_way_of", lambda device: 2)
     monkeypatch.setattr(finder, "_new_table", lambda device, *shape: rows)
     numel = max(size // dtype.itemsize, 1)
-    reads = _C.Reads(lambda: None, None)
+    reads = _C.Reads(lambda: None)
     for offset, place, bad in (
         (0, 0, -(2.0**14)),
         (1, numel // 2, math.inf),

@@ -241,7 +241,6 @@ def test_lists_in_the_arguments_of_a_launch_and_beyond(tensors: int) -> None:
     expected = [grad / 64 for grad in grads]
     grads[-1][2] = torch.inf
     table = grads_of(grads)
-    assert table.chunks == tensors
     for _ in range(6):
         assert run_unscale(KERNELS, table, flag(0.5), is_scale=False).item() == 1.0
     assert grads[-1][2] == torch.inf
