@@ -101,17 +101,15 @@ class Support:
     """Whether a backend can serve, and else why not.
 
     Attributes:
-        supported: Whether it can.
         reason: Why it cannot; else empty.
     """
 
-    supported: bool
     reason: str = ""
 
-    @classmethod
-    def unless(cls, reason: str) -> Support:
-        """Returns that a backend can serve, unless there is a reason why it cannot."""
-        return cls(not reason, reason)
+    @property
+    def supported(self) -> bool:
+        """Whether it can."""
+        return not self.reason
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ def report() -> list[BackendReport]:
     """Returns a report on every backend, in the order of `NAMES`."""
     found = []
     for name in NAMES:
-        here, device_types = Support(True), ("cpu",) if name == "cpu" else ()
+        here, device_types = Support(), ("cpu",) if name == "cpu" else ()
         if name in _LAUNCHERS:
             takes_cpu = support(name).supported and _takes_cpu(name)
             device = torch.device("cpu") if takes_cpu else _current_gpu()
@@ -212,24 +210,24 @@ def support(name: str, device: torch.device | None = None) -> Support:
             what is known without a launch.
     """
     if device is None:
-        return Support.unless(_what_is_missing(name))
+        return Support(_what_is_missing(name))
     if not (found := support(name)).supported:
         return found
     if device.type == "cuda":
         if _takes_cpu(name):
-            return Support(False, _INTERPRETED)
+            return Support(_INTERPRETED)
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _LEAST_CAPABILITY[name]:
             least = ".".join(map(str, _LEAST_CAPABILITY[name]))
-            return Support(False, f"{device} has compute capability below {least}")
+            return Support(f"{device} has compute capability below {least}")
     try:
         # A thread of its own is without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
-            return Support.unless(aside.submit(_try_out, name, device).result())
+            return Support(aside.submit(_try_out, name, device).result())
     except Exception as error:  # compilers raise errors of many types
         reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
-        return Support(False, reason + (_TRITON_NEEDS if name == "triton" else ""))
+        return Support(reason + (_TRITON_NEEDS if name == "triton" else ""))
 
 
 def default_for(device: torch.device) -> str:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import torch
 
+from ampfast.backends import cuda_graphs
 from ampfast.backends.core import compiled
-from ampfast.backends.cuda_graphs import is_stream_capturing as is_capturing
-
-# As in _C.pyi.
-__all__ = ["is_capturing"]
 
 # One file has the kernels for every architecture; setup.py makes it where nvcc is.
 KERNELS = Path(__file__).parents[1] / "kernels.fatbin"
 
+# As in _C.pyi.
+is_capturing = cuda_graphs.is_stream_capturing
 multi_tensor = compiled.cuda_multi_tensor
 update_scale = compiled.cuda_update_scale
 clip_coefficient = compiled.cuda_clip_coefficient

@@ -104,7 +104,7 @@ def machine(monkeypatch, missing, failing):
 
     def support(name, device=None):
         reason = missing.get(name) or (failing.get(name, "") if device else "")
-        return backends.Support(not reason, reason)
+        return backends.Support(reason)
 
     monkeypatch.setattr(backends, "support", support)
     monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
