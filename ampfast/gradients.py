@@ -199,12 +199,11 @@ def check_reduced(shards: LocalShards, work: Pass, flags: Flags, rows: Any, word
     return flags
 
 
-def warn_of_shared_memory() -> None:
-    """Warns of gradients that share memory, which a scaler does once."""
+def warn_of_duplicates() -> None:
+    """Warns of a gradient that is listed twice, which a scaler does once."""
     warn_caller(
-        "Some gradients share memory, as those of a parameter that is listed twice, or one "
-        "overlaps itself: as by torch, what is shared is unscaled, counted in the norm and "
-        "clipped as often as it is shared. List each parameter once."
+        "A gradient is listed twice, as that of a parameter that is: as by torch, it is unscaled, "
+        "counted in the norm and clipped as often. List each parameter once."
     )
 
 

@@ -48,7 +48,7 @@ struct Finder {
   at::Tensor scale;
   py::object words = py::none();
   std::shared_ptr<Pass> unscaling, dividing;
-  bool warned_of_shared_memory = false;
+  bool warned_of_duplicates = false;
 
   std::shared_ptr<Found> find(PyObject* optimizer, Reading reading, bool coalesces);
   std::shared_ptr<Found> find_in(py::object groups, Reading reading, bool coalesces);
@@ -222,7 +222,7 @@ py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
   }
   const py::object record = py::handle(turn.object()).attr("record");
   py::object rows = record.attr("rows");
-  if (rows.is_none() || !found.has_parameters(rows.attr("groups").ptr())) {
+  if (rows.is_none() || !found.has_parameters(rows.attr("groups"))) {
     found.walk.hold();
     rows = tracking.attr("start")(record, found.groups());
   }
@@ -365,7 +365,7 @@ struct Finder::Norm {
   bool any(Use use) const {
     return std::any_of(terms.begin(), terms.end(), [use](const Term& t) { return t.use == use; });
   }
-  bool share_memory() const;
+  bool lists_twice() const;
   bool is_one_pass();
   bool reads_parts() const;
   void unscale_first();
@@ -407,12 +407,12 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
   }
 }
 
-// Refuses what cannot be written; of a clip, what shares memory is unscaled before it is measured,
-// and all else, if nothing is left to clip, as it is measured.
+// Refuses what cannot be written; of a clip, what is listed twice is unscaled before it is
+// measured, and all else, if nothing is left to clip, as it is measured.
 void Finder::Norm::prepare() {
-  if (aim == Aim::kClip && (any(Use::kScaled) || any(Use::kDeferred)) && share_memory()) {
-    if (!std::exchange(finder.warned_of_shared_memory, true)) {
-      of_python("ampfast.gradients", "warn_of_shared_memory")();
+  if (aim == Aim::kClip && (any(Use::kScaled) || any(Use::kDeferred)) && lists_twice()) {
+    if (!std::exchange(finder.warned_of_duplicates, true)) {
+      of_python("ampfast.gradients", "warn_of_duplicates")();
     }
     unscale_first();
   }
@@ -434,15 +434,15 @@ void Finder::Norm::prepare() {
   }
 }
 
-bool Finder::Norm::share_memory() const {
+bool Finder::Norm::lists_twice() const {
   Tensors grads;
   for (const Term& term : terms) {
     term.found->add_grads(grads);
   }
-  return have_shared_memory(grads);
+  return has_duplicates(grads);
 }
 
-// Unscales gradients that share memory, each as often as it is listed, as torch does.
+// Unscales gradients, each as often as it is listed, as torch does.
 void Finder::Norm::unscale_first() {
   for (Term& term : terms) {
     if (term.use != Use::kAsTheyAre) {

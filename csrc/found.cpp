@@ -269,29 +269,16 @@ void Found::require_writable() const {
   }
 }
 
-bool Found::has_parameters(PyObject* known) const {
-  const size_t groups = walk.kept.size();
-  const auto are_same = [](PyObject* params, PyObject* others) {
-    return PySequence_Fast_GET_SIZE(params) == PyTuple_GET_SIZE(others) &&
-           std::equal(PySequence_Fast_ITEMS(params),
-                      PySequence_Fast_ITEMS(params) + PySequence_Fast_GET_SIZE(params),
-                      PySequence_Fast_ITEMS(others));
+bool Found::has_parameters(const py::tuple& known) const {
+  const auto are_same = [](py::handle params, py::handle others) {
+    PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(params.ptr());
+    return count == PySequence_Fast_GET_SIZE(others.ptr()) &&
+           std::equal(items, items + count, PySequence_Fast_ITEMS(others.ptr()));
   };
-  TORCH_CHECK_TYPE(PyTuple_Check(known), "parameters must be a tuple");
-  if (groups != 0) {
-    for (size_t i = 0; i < groups; ++i) {
-      if (i >= static_cast<size_t>(PyTuple_GET_SIZE(known)) ||
-          !are_same(walk.kept[i].ptr(), PyTuple_GET_ITEM(known, i))) {
-        return false;
-      }
-    }
-    return groups == static_cast<size_t>(PyTuple_GET_SIZE(known));
-  }
-  Py_ssize_t group = 0;
-  const auto is_known = [&](PyObject* params) {
-    return group < PyTuple_GET_SIZE(known) && are_same(params, PyTuple_GET_ITEM(known, group++));
-  };
-  return for_each_plain_group(param_groups.ptr(), is_known) && group == PyTuple_GET_SIZE(known);
+  const py::tuple mine = groups();
+  return mine.size() == known.size() &&
+         std::equal(mine.begin(), mine.end(), known.begin(), are_same);
 }
 
 py::tuple Found::groups() const {
@@ -314,8 +301,28 @@ py::object Found::layouts() const {
 std::optional<at::ScalarType> Found::dtype() const {
   Tensors grads;
   add_grads(grads);
-  const bool is_plain = batches.size() == 1 && batches[0].list && !have_shared_memory(grads);
+  const bool is_plain = batches.size() == 1 && batches[0].list && !has_duplicates(grads);
   return is_plain ? std::optional(batches[0].list->dtype()) : std::nullopt;
+}
+
+bool has_duplicates(const Tensors& tensors) {
+  size_t slots = 16;
+  while (slots < 2 * tensors.size()) {
+    slots *= 2;
+  }
+  Reused<const void*> seen;  // a hash table
+  seen.assign(slots, nullptr);
+  for (const at::Tensor* tensor : tensors) {
+    const void* impl = tensor->unsafeGetTensorImpl();
+    size_t slot = reinterpret_cast<uintptr_t>(impl) * uint64_t{0x9e3779b97f4a7c15} >> 32;
+    while (seen[slot &= slots - 1] != nullptr) {
+      if (seen[slot++] == impl) {
+        return true;
+      }
+    }
+    seen[slot] = impl;
+  }
+  return false;
 }
 
 void Found::add_grads(Tensors& grads) const {

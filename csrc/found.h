@@ -91,17 +91,16 @@ class Found {
   void require_unscalable() const;
   void require_writable() const;
 
-  bool has_parameters(PyObject* known) const;
+  bool has_parameters(const py::tuple& known) const;
   py::tuple groups() const;
   py::object layouts() const;
-  // To which all promote, if they are one list for kernels and share no memory.
+  // To which all promote, if they are one list for kernels, in which none is twice.
   std::optional<at::ScalarType> dtype() const;
   void add_grads(Tensors& grads) const;
 };
 
-// Tells whether some of these tensors share memory; one that is listed twice or overlaps itself
-// does.
-bool have_shared_memory(const Tensors& tensors);
+// Tells whether a tensor is listed twice.
+bool has_duplicates(const Tensors& tensors);
 
 // A pass of the CPU's kernels.
 at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag = {});
