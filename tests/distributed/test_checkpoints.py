@@ -207,7 +207,9 @@ def test_other_limits(world: Any, tmp_path: Path) -> None:
     kept["ampfast"]["hysteresis_tracker"] = 1
     kept |= {"scale": 2.0**5, "_growth_tracker": 1}
     assert_same(reloaded({}, POLICY, partial=True), kept)
-    with pytest.raises(ValueError, match=r"other settings.*'hysteresis': 2. there.*'hysteresis': 3. here"):
+    with pytest.raises(
+        ValueError, match=r"other settings.*'hysteresis': 2. there.*'hysteresis': 3. here"
+    ):
         reloaded(POLICY, {**POLICY, "hysteresis": 3})
     kept = {**GradScaler(**SETTINGS).state_dict(), "_growth_tracker": 1}
     assert_same(reloaded(POLICY, {}), kept)
