@@ -74,7 +74,6 @@ class Record:
         rows: The tables by parameter, of `diagnose.overflow_report`, or None.
         norms: Histories of the norms of its steps by the name of their rule, of
             `clip.norm_history`.
-        place: Its place among the optimizers with such histories in a checkpoint, or None.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -83,7 +82,6 @@ class Record:
         self.divides_by: tuple[list[Any], str | None] | None = None
         self.rows: Any = None
         self.norms: dict[str, Any] = {}
-        self.place: int | None = None
 
 
 class Records:

@@ -328,8 +328,10 @@ class NormHistories:
 
     def __init__(self, records: Records, saved: Iterable[Saved] = ()) -> None:
         self._records = records
-        # Of a checkpoint or a pickle, by place, for optimizers yet to come.
-        self._loaded = dict(enumerate(map(dict, saved)))
+        # In the order in which they met a limit.
+        self._known: list[Record] = []
+        # Of a checkpoint or a pickle, for optimizers yet to come.
+        self._loaded = list(map(dict, saved))
         self._warns = True
 
     def of(self, record: Record, rule: Sigmas | ClipLimit, device: torch.device) -> History:
@@ -341,9 +343,9 @@ class NormHistories:
             return known  # type: ignore[no-any-return]
         if not is_here or _window_of(known.rule) != _window_of(rule):
             refuse_capture(f"the creation of the norms of {name}, which every replay would reset")
-            if record.place is None:
-                record.place = min(self._loaded, default=max(self._places(), default=-1) + 1)
-                record.norms |= self._loaded.pop(record.place, {})
+            if record not in self._known:
+                self._known = [*self._living(), record]
+                record.norms = self._loaded.pop(0) if self._loaded else {}
             known = record.norms[name] = History(rule, _saved(record).get(name, []), device)
         if isinstance(rule, Sigmas):
             known.words[norm_layout.PATIENCE] = rule._patience
@@ -362,34 +364,26 @@ class NormHistories:
 
     def window(self, optimizer: Any = None) -> list[float]:
         """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""
-        first = min(self._places(), default=0)
-        records: list[Any] = [each for each in self._known() if each.place == first]
+        records: list[Any] = self._living()
         if optimizer is not None:
             self._records.last_flags(optimizer)  # which raises, if it was never checked
             records = [self._records.get(optimizer)]
-        norms = _saved(records[0]) if records else self._loaded.get(first, {})
+        norms = [*map(_saved, records[:1]), *self._loaded, {}][0]
         return norms.get(Sigmas.__name__, [])[norm_layout.RING :]
 
-    def _known(self) -> list[Record]:
-        return [record for _, record in self._records if record.place is not None]
-
-    def _places(self) -> list[int]:
-        known: list[Any] = [record.place for record in self._known()]
-        return sorted([*self._loaded, *known])
+    def _living(self) -> list[Record]:
+        return [record for record in self._known if record.optimizer() is not None]
 
     def saved(self) -> list[Saved]:
         """Returns the norms by optimizer and name of the rule, with a host sync for each."""
-        known: dict[Any, Any] = {each.place: _saved(each) for each in self._known()}
-        saved = {**self._loaded, **known}
-        return [list(saved[place].items()) for place in self._places()]
+        saved = [*map(_saved, self._living()), *self._loaded]
+        return [list(norms.items()) for norms in saved]
 
     def load(self, saved: list[Saved]) -> None:
         """Takes what `saved` returned, for known optimizers and then for those to come."""
-        places = self._places()
-        self._loaded = dict(enumerate(map(dict, saved)))
-        for record in self._known():
-            record.place = places.index(record.place or 0)
-            mine = self._loaded.pop(record.place, {})
+        self._loaded = list(map(dict, saved))
+        for record in self._living():
+            mine = self._loaded.pop(0) if self._loaded else {}
             known = {name: each for name, each in record.norms.items() if type(each) is History}
             for name, history in known.items():
                 history.load(mine.pop(name, []))
