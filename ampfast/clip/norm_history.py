@@ -102,12 +102,11 @@ class Percentile:
     def _take(self, words: Tensor, norm: Tensor, taken: Tensor) -> Tensor:
         """Returns the limit of a norm, which joins the history if the step is `taken`."""
         count, norms = words[: norm_layout.COUNT + 1], words[norm_layout.RING :]
-        # After the window there is a place for what does not join it.
-        place = torch.where(taken, count % self.window, self.window)
-        norms.index_copy_(0, place.long(), norm.unsqueeze(0))
+        place = (count % self.window).long()
+        norms.index_copy_(0, place, torch.where(taken, norm, norms.index_select(0, place)))
         count.add_(taken)
         # As torch.quantile of the known norms, in a third of its operators.
-        ranked = norms[: self.window].sort()[0]
+        ranked = norms.sort()[0]
         rank = (count.clamp(1, self.window) - 1) * (self.percentile / 100)
         below = rank.long()
         low, high = ranked.index_select(0, below), ranked.index_select(0, rank.ceil().long())
@@ -221,8 +220,8 @@ class History:
     """The norms of an optimizer's steps that one rule knows, on a device.
 
     Its words are a header and a ring of norms, laid out as `norm_layout`; of `ZScore` a header
-    alone, which has the mean, the variance and the clips in a row after the count. Of `Percentile`
-    unknown norms are the largest number, so that they rank last and limit nothing.
+    alone, which has the mean, the variance and the clips in a row after the count. Unknown norms are
+    the largest number, so that they rank last and limit nothing.
 
     Attributes:
         words: Floats of the widest dtype of the device.
@@ -232,7 +231,6 @@ class History:
     def __init__(self, rule: Sigmas | ClipLimit, saved: list[float], device: torch.device) -> None:
         self.rule, self._clips = rule, 0
         dtype, size = scalars.widest(device), norm_layout.RING + _window_of(rule)
-        size += isinstance(rule, Percentile)
         self.words = scalars.allocate(torch.zeros, size, dtype=dtype, device=device)
         self._header = self.words[: norm_layout.RING]
         self.load(saved)
@@ -241,22 +239,25 @@ class History:
         """Returns the header and the norms, oldest first, with a host sync."""
         words: list[float] = self.words.tolist()
         self._warn(words)
-        header, ring = words[: norm_layout.RING], words[norm_layout.RING :][: _window_of(self.rule)]
-        count = int(header[norm_layout.COUNT])
-        start = count % len(ring) if ring else 0
-        norms = (ring[start:] + ring[:start])[max(0, len(ring) - count) :]
-        return _counted(header, norms) if ring else header
+        header, ring = words[: norm_layout.RING], words[norm_layout.RING :]
+        if ring:
+            count = int(header[norm_layout.COUNT])
+            start = count % len(ring)
+            ring = (ring[start:] + ring[:start])[max(0, len(ring) - count) :]
+            header[norm_layout.COUNT] = float(len(ring))
+        return header + ring
 
     def load(self, saved: list[float]) -> None:
         """Takes what `saved` returned, as many norms as fit, in the same memory."""
-        words, window = saved or [0.0] * norm_layout.RING, _window_of(self.rule)
+        window = _window_of(self.rule)
+        header = saved[: norm_layout.RING] or [0.0] * norm_layout.RING
+        norms = saved[norm_layout.RING :][-window:]
         if window:
-            words = _counted(words[: norm_layout.RING], words[norm_layout.RING :][-window:])
+            header[norm_layout.COUNT] = float(len(norms))
         if isinstance(self.rule, Sigmas):
-            words[norm_layout.PATIENCE] = self.rule._patience
-        is_ranked = isinstance(self.rule, Percentile)
-        unknown = torch.finfo(self.words.dtype).max if is_ranked else 0.0
-        words = words + [unknown] * (self.words.numel() - len(words))
+            header[norm_layout.PATIENCE] = self.rule._patience
+        unknown = torch.finfo(self.words.dtype).max
+        words = header + norms + [unknown] * (window - len(norms))
         here = scalars.allocate(torch.tensor, words, dtype=self.words.dtype, device="cpu")
         self.words.copy_(here)
         self._most, self._copies = self._most_after(words), scalars.HostCopies()
@@ -297,7 +298,7 @@ class History:
         word = header[norm_layout.RESTARTS]
         if isinstance(self.rule, Sigmas):
             return float(word)
-        return _MANY_CLIPS - 1 if isinstance(self.rule, ZScore) and word < _MANY_CLIPS else math.inf
+        return _MANY_CLIPS - 1 if word < _MANY_CLIPS else math.inf
 
     def _warn(self, header: list[float]) -> None:
         if header[norm_layout.RESTARTS] > self._most:
@@ -307,11 +308,6 @@ class History:
 
 def _window_of(rule: Sigmas | ClipLimit) -> int:
     return 0 if isinstance(rule, ZScore) else rule.window
-
-
-def _counted(header: list[float], norms: list[float]) -> list[float]:
-    """Joins the header and the norms of a ring, oldest first, of which none was lost."""
-    return [float(len(norms)), *header[norm_layout.COUNT + 1 :], *norms]
 
 
 class NormHistories:
