@@ -13,7 +13,7 @@ from torch import Tensor
 from ampfast.backends import aten
 from ampfast.backends.aten import p_norm
 from ampfast.backends.core import Factor, Found, Pass
-from ampfast.backends.scalars import allocate, any_found, moved, new_flag, widest
+from ampfast.backends.scalars import allocate, any_found, moved, widest
 from ampfast.clip.norm_history import ClipLimit, Sigmas, clip_limit_of, skip_limit_of
 from ampfast.distributed import Agreement, Layout, LocalShards, marks_of
 from ampfast.errors import float_of
@@ -36,6 +36,7 @@ class NormTerm:
         shards: The collector of the local shards of distributed ones, or None.
         rows: The tables of tracking, or None.
         words: The state of which the first word counts the steps, or None.
+        turn: The optimizer's turn, or None.
     """
 
     grads: Iterable[Tensor | None]
@@ -45,6 +46,7 @@ class NormTerm:
     shards: LocalShards | None = None
     rows: Any = None
     words: Tensor | None = None
+    turn: Any = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
@@ -77,31 +79,26 @@ def measured(
     agreement: Agreement | None,
     words: Tensor | None,
 ) -> tuple[Tensor, list[Flags]]:
-    """Returns what `sums_of` does, of an optimizer, its turn, gradients, pass and rows each.
-
-    Turns that are ready get this rank's flags, on which `update` agrees if the collective fails.
-    """
+    """Returns what `sums_of` does, of an optimizer, its turn, gradients, pass and rows each."""
     terms: list[NormTerm] = []
-    for optimizer, _, found, work, rows in given:
+    for optimizer, turn, found, work, rows in given:
         grads = (param.grad for group in optimizer.param_groups for param in group["params"])
-        terms.append(NormTerm(grads, found.groups, found, work, found.shards, rows, words))
-    turns = [turn for _, turn, *_ in given]
-    return sums_of(terms, order, device, agreement, turns)
+        terms.append(NormTerm(grads, found.groups, found, work, found.shards, rows, words, turn))
+    return sums_of(terms, order, device, agreement)
 
 
 def sums_of(
-    terms: list[NormTerm],
-    order: float,
-    device: torch.device,
-    agreement: Agreement | None,
-    turns: list[Any] | None = None,
+    terms: list[NormTerm], order: float, device: torch.device, agreement: Agreement | None
 ) -> tuple[Tensor, list[Flags]]:
-    """Returns the sums of a `Clip` and the flags of each term; of all ranks if they agree."""
+    """Returns the sums of a `Clip` and the flags of each term; of all ranks if they agree.
+
+    Turns that are ready get this rank's flags, on which `update` agrees if the collective fails.
+    """
     read = [_read(term, agreement) for term in terms]
     flags = [found for found, _ in read]
-    for turn, found in zip(turns or (), flags, strict=False):
-        if agreement is not None and turn is not None and turn["stage"] is READY:
-            turn["found_inf_per_device"], turn.agreement = found, agreement
+    for term, found in zip(terms, flags, strict=True):
+        if agreement is not None and term.turn is not None and term.turn["stage"] is READY:
+            term.turn["found_inf_per_device"], term.turn.agreement = found, agreement
     wide = widest(device)
     if order in FUSED_ORDERS:
         counted = [each.reshape(2) for _, sums in read for each in sums]
@@ -128,48 +125,39 @@ def sums_of(
 
 def _read(term: NormTerm, agreement: Agreement | None) -> tuple[Flags, list[Tensor]]:
     """Computes flags, and sums of the gradients that this rank counts."""
-    flags: dict[Any, list[Tensor]] = {}
-    counted: list[Tensor] = []
-    marks = {} if agreement is None else marks_of(term.groups)
-    counts_others = agreement is None or agreement.counts(None)
-    parts = [(term.found, counts_others)]
-    if agreement is not None and (apart := _counted_apart(term, agreement, marks)):
+    if agreement is None:
+        each: tuple[Flags, list[Tensor]] = term.found.run(term.work, term.rows, term.words, True)
+        return each
+    marks, layouts, others = marks_of(term.groups), term.layouts, agreement.counts(None)
+    # What this rank counts in the norm unless it counts the others; the norm of a partial sum is
+    # not that of a summand.
+    apart = set[int]()
+    for number in {*layouts, *marks}:
+        layout = layouts.get(number)
+        is_whole = layout is None or not layout.is_partial
+        if (is_whole and agreement.counts(layout, marks.get(number))) != others:
+            apart.add(number)
+    parts = [(term.found, others)]
+    if apart:
         inside, outside = term.found.split(apart)
-        parts = [(outside, counts_others), (inside, not counts_others)]
+        parts = [(outside, others), (inside, not others)]
+    # A device whose shards are all empty has no flag yet.
+    flags: dict[Any, list[Tensor]] = {device: [] for device in term.found.devices}
+    counted: list[Tensor] = []
     for found, counts in parts:
-        each, sums = found.run(term.work, term.rows, term.words, True)
+        here, sums = found.run(term.work, term.rows, term.words, True)
         counted += sums if counts else []
-        for device, flag in each.items():
+        for device, flag in here.items():
             flags.setdefault(device, []).append(flag)
-    if agreement is not None:
-        # Partial sums are replaced by reduced ones.
-        for number, reduced in term.shards.reduced() if term.shards is not None else ():
-            row = aten.norms([reduced], *term.unscaling_on(reduced.device))
-            if term.rows is not None and term.words is not None:
-                now = moved(term.words[:1], reduced.device)
-                aten.mark_(term.rows.counters_on(reduced.device), now, [number], row[1:])
-            counts = agreement.counts(term.layouts[number], marks.get(number))
-            counted += [row] if counts else []
-            flags.setdefault(row.device, []).append((~row[1].isfinite()).float())
-        for device in term.found.devices:
-            # A device whose shards are all empty has no flag yet.
-            flags.setdefault(device, [new_flag(device)])
+    # Partial sums are replaced by reduced ones.
+    for number, reduced in term.shards.reduced() if term.shards is not None else ():
+        row = aten.norms([reduced], *term.unscaling_on(reduced.device))
+        if term.rows is not None and term.words is not None:
+            now = moved(term.words[:1], reduced.device)
+            aten.mark_(term.rows.counters_on(reduced.device), now, [number], row[1:])
+        counted += [row] if agreement.counts(layouts[number], marks.get(number)) else []
+        flags.setdefault(row.device, []).append((~row[1].isfinite()).float())
     return {device: any_found(found, device) for device, found in flags.items()}, counted
-
-
-def _counted_apart(
-    term: NormTerm, agreement: Agreement, marks: dict[int, tuple[int, ...]]
-) -> set[int]:
-    """Numbers of the gradients that this rank counts in a norm unless it counts the others."""
-    # The norm of a partial sum is not that of a summand.
-    counts = {
-        number: not layout.is_partial and agreement.counts(layout, marks.get(number))
-        for number, layout in term.layouts.items()
-    }
-    for number, mark in marks.items():
-        counts.setdefault(number, agreement.counts(None, mark))
-    counts_others = agreement.counts(None)
-    return {number for number, here in counts.items() if here != counts_others}
 
 
 def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
