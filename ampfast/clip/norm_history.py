@@ -49,10 +49,7 @@ class Sigmas:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        sigmas = float_of("sigmas", self.sigmas)
-        if not 0 <= sigmas < math.inf:
-            raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
-        object.__setattr__(self, "sigmas", sigmas)
+        object.__setattr__(self, "sigmas", float_of("sigmas", self.sigmas, least=0))
         require_int("window", self.window, 2, state_layout.RING_STEPS)
         if self.patience is not None:
             require_int("patience", self.patience, 1, 2**31 - 1)
@@ -220,8 +217,8 @@ class History:
     """The norms of an optimizer's steps that one rule knows, on a device.
 
     Its words are a header and a ring of norms, laid out as `norm_layout`; of `ZScore` a header
-    alone, which has the mean, the variance and the clips in a row after the count. Unknown norms are
-    the largest number, so that they rank last and limit nothing.
+    alone, which has the mean, the variance and the clips in a row after the count. Unknown norms
+    are the largest number, so that they rank last and limit nothing.
 
     Attributes:
         words: Floats of the widest dtype of the device.
