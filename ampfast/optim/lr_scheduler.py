@@ -46,18 +46,10 @@ class LateScheduler:
         TypeError: If the scaler has no `found_inf`, as torch's.
     """
 
-    scheduler: Any
-    _scaler: Any
-    _optimizer: Any
-    _outstanding: _Outstanding | None
-
     def __init__(self, scheduler: Any, scaler: Any, optimizer: Any) -> None:
         if not hasattr(scaler, "found_inf"):
             kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
             raise TypeError(f"LateScheduler needs an ampfast.GradScaler, got {kind}")
-        if not hasattr(scheduler, "step"):
-            kind = f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
-            raise TypeError(f"LateScheduler needs a scheduler with step, got {kind}")
         own = {"scheduler": scheduler, "_scaler": scaler, "_optimizer": optimizer}
         vars(self).update(own, _outstanding=None)
 

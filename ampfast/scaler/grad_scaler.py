@@ -433,10 +433,9 @@ class GradScaler(TorchGradScaler):
             What `step` returned for each.
 
         Raises:
-            TypeError: If a list or tuple is given instead of an optimizer; else as `step` and
+            AttributeError: If a list or tuple is given instead of an optimizer; else as `step` and
                 `update`.
         """
-        out_of_turn.require_one_by_one(optimizers)
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
         ending, turns = None, {}
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
@@ -839,7 +838,10 @@ class GradScaler(TorchGradScaler):
     def _set_scale(self, new_scale: float | Tensor) -> bool:
         """Takes a scale from the caller; whether the flags of this iteration count as a step."""
         if self._is_guard:
-            raise out_of_turn.always_1(new_scale)
+            raise ValueError(
+                f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False "
+                "and init_scale=1"
+            )
         scale, tracker, turns = self._scale, self._growth_tracker, self._per_optimizer_states
         before = None if scale is None else scale.detach().to(torch.float32, copy=True)
         flags = [] if scale is None else flags_of(turns, self._passes.agree)

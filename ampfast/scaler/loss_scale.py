@@ -171,15 +171,15 @@ class LossScale:
             if not any(ids < others for others in found):
                 found = {each: known for each, known in found.items() if not ids & each}
                 found[ids] = norm, order
-        norms = list(found.values())
+        norms = [scalars.moved(norm.detach(), device).float() for norm, _ in found.values()]
         if len(norms) == 1:
-            return scalars.moved(norms[0][0].detach(), device).float().reshape(())
-        if not norms or any(order != norms[0][1] for _, order in norms):
+            return norms[0]
+        orders = {order for _, order in found.values()}
+        if len(orders) != 1:
             return None
-        parts = [scalars.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
         # In float64, since the squares of float32 overflow.
-        order, wide = norms[0][1], scalars.widest(device)
-        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order, dtype=wide)
+        wide = scalars.widest(device)
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(norms), orders.pop(), dtype=wide)
         return joint.float()
 
     def words_on(self, device: torch.device) -> Tensor:

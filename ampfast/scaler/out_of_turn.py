@@ -64,16 +64,6 @@ def device_for(optimizers: Sequence[Any]) -> torch.device | None:
         raise
 
 
-def require_one_by_one(optimizers: Sequence[Any]) -> None:
-    """Raises TypeError for a list in the place of an optimizer."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, (list, tuple)):
-            raise TypeError(
-                "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
-                f"got a {type(optimizer).__name__}"
-            )
-
-
 def is_available(device: str) -> bool:
     """Whether the device of an enabled scaler is; warns, as torch's, if there is no CUDA.
 
@@ -83,14 +73,6 @@ def is_available(device: str) -> bool:
         return True
     warn_caller("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
     return False
-
-
-def always_1(new_scale: object) -> ValueError:
-    """Returns the error for a scale that a guard is given."""
-    return ValueError(
-        f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False and "
-        "init_scale=1"
-    )
 
 
 def require_flags(device: object, **flags: object) -> None:

@@ -715,7 +715,7 @@ WRONG: list[tuple[Any, str, Any, type[Exception]]] = [
     *itertools.product([ZScore], ["alpha"], [0, 1, math.nan], [ValueError]),
     *itertools.product([ZScore], ["warmup"], [1, 2**31], [ValueError]),
     *itertools.product([ZScore], ["zscore", "alpha", "warmup"], ["1", True], [TypeError]),
-    *itertools.product([Sigmas], ["sigmas"], [-1.0, math.nan, INF], [ValueError]),
+    *itertools.product([Sigmas], ["sigmas"], [-1.0, math.nan], [ValueError]),
     *itertools.product([Sigmas], ["window"], [1, 1025], [ValueError]),
     *itertools.product([Sigmas], ["patience"], [0, 2**31], [ValueError]),
     *itertools.product([Sigmas], ["window", "patience"], [2.0, True], [TypeError]),
@@ -769,8 +769,8 @@ def test_a_clip_that_is_refused_changes_nothing() -> None:
 
 
 def test_limits_at_their_bounds() -> None:
-    with pytest.raises(ValueError, match="sigmas must be at least 0 and finite"):
-        Sigmas(10**400)
+    with pytest.raises(ValueError, match="sigmas must be at least 0"):
+        Sigmas(-1e-9)
     loop = Loop()
     assert loop.clipped(1.0, Fraction(1, 2)) == "spike"
     assert loop.clipped(1.0, 10**400) is None
