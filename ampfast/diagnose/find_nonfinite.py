@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from ampfast import backends
 from ampfast.backends import aten, core
-from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
+from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import allocate, widest
 from ampfast.errors import not_compiled
 
-_functorch = torch._C._functorch
 # Forward passes of the model that are kept.
 _KEPT = 64
 # What torch.nn.Module calls instead of `_call_impl`, if it is not None, and the code that looks.
@@ -63,30 +62,22 @@ class ModuleFault:
         became = "became NaN" if self.kind == "nan" else "overflowed"
         what = "output" if self.where == "output" else "in backward, the gradient of an input"
         given = "inputs" if self.where == "output" else "gradients of its outputs"
-        told = f"{given} finite"
+        largest = "" if self.largest is None else f", largest {self.largest:,.6g}"
+        told = f"{given} finite{largest}"
         if not self.inputs_finite:
             told = f"{given} not finite either: what no module computes is at fault"
-        if self.inputs_finite and self.largest is not None:
-            told += f", largest {self.largest:,.6g}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{name} ({self.type}): {what} {became} in {dtype} ({told})"
 
 
-# As in csrc/watch.cpp: when a tensor was read, and its row among the rows of its pass.
-_Row = tuple[int, int]
-# Name and class of a module, and the numbers of the values that it was given and returned.
-_Call = tuple[tuple[str, str], list[int], list[int]]
-
-
-class _Pass:
+class _Pass(core.Reads):
     """One forward pass of a model, and its backward."""
 
     def __init__(self, words: Callable[[], Tensor | None]) -> None:
-        self.is_captured: bool = is_capturing()
-        self.reads: core.Reads = core.Reads(words)
-        self.watches: set[_Watch] = set()
-        # Calls in the order of their ends.
-        self.ended: list[_Call] = []
+        super().__init__(words)
+        self.begun: set[_Watch] = set()
+        # In the order of their ends, with the numbers of the values given and returned.
+        self.ended: list[tuple[_Watch, list[int], list[int]]] = []
 
 
 class _Running(threading.local):
@@ -118,22 +109,20 @@ class _Watch:
             module: Any = self.module()
             return (self.inner or module._call_impl)(*args, **kwargs)
         running = self.finder.running.passes
-        depth, returned = len(running), []
+        depth = len(running)
         try:
             forward, inputs = self.finder.begin(self, running, args, kwargs)
             output = forward(*args, **kwargs)
             if inputs is not None:
-                returned = self.finder.end(self, running[depth], inputs, output)
+                self.finder.end(self, running[depth], inputs, output)
             return output
         finally:
             if depth == 0 and running:
-                running[0].reads.forget(returned)
+                running[0].forget()
             del running[depth:]
 
-    def __deepcopy__(self, memo: object) -> None:
-        """Leaves the place empty in modules that copy all of their attributes."""
-
     def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves the place empty in copies of modules that copy all of their attributes."""
         return type(None), ()
 
 
@@ -151,7 +140,9 @@ class NonFiniteFinder:
     def __init__(self, words: Callable[[], Tensor | None] | None = None) -> None:
         self.words = words or (lambda: None)
         self._needs_graph = words is not None
-        self._watches: dict[int, _Watch] = {}  # by the id of a module
+        self._watches: weakref.WeakKeyDictionary[torch.nn.Module, _Watch] = (
+            weakref.WeakKeyDictionary()
+        )
         self._passes: deque[_Pass] = deque(maxlen=_KEPT)
         self.running = _Running()
 
@@ -167,18 +158,15 @@ class NonFiniteFinder:
         ignored = torch.jit._recursive.ignored_attributes
         if _PLACE not in ignored:
             ignored.append(_PLACE)
-        self._watches = {k: each for k, each in self._watches.items() if each.module() is not None}
         for name, module in model.named_modules():
-            own = self._watches.get(id(module)) or _Watch(self, module)
+            own = self._watches.get(module) or _Watch(self, module)
             own.name, own.is_root = name, module is model
-            self._watches[id(module)] = own
+            self._watches[module] = own
 
     def remove(self) -> None:
         """Ends the watch; what was found stays."""
-        for own in self._watches.values():
-            own.is_off, module = True, own.module()
-            if module is None:
-                continue
+        for module, own in self._watches.items():
+            own.is_off = True
             # One that another finder's is around stays in there, and does nothing.
             top = vars(module).get(_PLACE)
             while isinstance(top, _Watch) and top.is_off:
@@ -188,7 +176,7 @@ class NonFiniteFinder:
             if not isinstance(top, _Watch):
                 module._forward_hooks_with_kwargs.pop(_MARK, None)
         for one in self._passes:
-            one.reads.is_off = True
+            one.is_off = True
         self._watches.clear()
 
     def report(self) -> ModuleFault | None:
@@ -201,35 +189,36 @@ class NonFiniteFinder:
             RuntimeError: Under capture.
         """
         found: ModuleFault | None = None
-        for *_, each in reversed(self._faults()):
-            if found is not None and each.passes_ago != found.passes_ago + 1:
+        for _, fault in reversed(self._faults()):
+            if found is not None and fault.passes_ago != found.passes_ago + 1:
                 break
-            found = each
+            found = fault
         return found
 
     def report_of(self, step: int) -> ModuleFault | None:
-        """Returns the first fault in passes whose gradients came after a number of updates."""
-        faults = [each for each in self._faults() if each[0] == step]
-        return min(faults, key=lambda each: each[1])[-1] if faults else None
+        """Returns the first fault in passes whose gradients came after a number of updates.
 
-    def _faults(self) -> list[tuple[int | None, int, ModuleFault]]:
-        """The fault of each pass that had one, its time, and the updates before its gradients."""
+        One whose inputs were finite goes before those to which it may have spread.
+        """
+        faults = [fault for updates, fault in self._faults() if updates == step]
+        faults.sort(key=lambda fault: (not fault.inputs_finite, fault.where == "gradient"))
+        return faults[0] if faults else None
+
+    def _faults(self) -> list[tuple[float | None, ModuleFault]]:
+        """The fault of each pass that had one, and the updates before its gradients."""
         refuse_capture("a report that the host reads", "ask after the replay")
         # As they are now: other threads may run the models.
-        passes = [(list(each.ended), *each.reads.so_far()) for each in tuple(self._passes)]
-        tables = [table[:, 0] for *_, tables, _ in passes for table in tables]
+        passes = [(list(each.ended), *each.so_far()) for each in tuple(self._passes)]
+        tables = [table[:, 0] for *_, tables in passes for table in tables]
         if not tables:
             return []
-        tables += [updates for *_, updates in passes if updates is not None]
         on_host = iter(torch.cat([each.to(tables[0]) for each in tables]).tolist())
-        peaks = [list(islice(on_host, sum(map(len, tables)))) for *_, tables, _ in passes]
         faults = []
-        for ago, each in zip(reversed(range(len(passes))), passes, strict=True):
-            ended, values, gradients, _, updates = each
-            found, step = peaks.pop(0), 0 if updates is None else int(next(on_host))
-            fault = _fault_of(ended, values, gradients, found, ago)
+        for later, (ended, values, gradients, tables) in enumerate(passes, 1 - len(passes)):
+            peaks = list(islice(on_host, sum(map(len, tables))))
+            fault = _fault_of(ended, values, gradients, peaks, -later)
             if fault is not None:
-                faults.append((step if gradients else None, *fault))
+                faults.append((peaks[-1] if gradients else None, fault))
         return faults
 
     @not_compiled
@@ -241,10 +230,9 @@ class NonFiniteFinder:
         Returns what to call, and the numbers of what it is given; None if it is not watched.
         """
         module: Any = watch.module()
-        called, caller = module, sys._getframe(2)
-        if caller.f_code is _CALLED:
-            # Replicas of torch.nn.DataParallel have the attributes of the module.
-            called = caller.f_locals["self"]
+        caller = sys._getframe(2)
+        # Replicas of torch.nn.DataParallel have the attributes of the module.
+        called = caller.f_locals["self"] if caller.f_code is _CALLED else module
         forward = (watch.inner if called is module else None) or called._call_impl
         if called is not module or watch.is_off or torch._C._get_tracing_state() is not None:
             return forward, None
@@ -253,15 +241,13 @@ class NonFiniteFinder:
         if one is None:
             return forward, None
         running.append(one)
-        one.watches.add(watch)
-        return forward, one.reads.values_of(given)
+        one.begun.add(watch)
+        return forward, one.values_of(given)
 
     @not_compiled
-    def end(self, watch: _Watch, one: _Pass, inputs: list[int], output: Any) -> list[int]:
-        """Ends a module's call; returns the numbers of what it has returned."""
-        outputs = one.reads.values_of(output)
-        one.ended.append(((watch.name, watch.type), inputs, outputs))
-        return outputs
+    def end(self, watch: _Watch, one: _Pass, inputs: list[int], output: Any) -> None:
+        """Ends a module's call."""
+        one.ended.append((watch, inputs, one.values_of(output)))
 
     def _last(self, watch: _Watch, given: Any) -> _Pass | None:
         """The pass that an outermost call is part of, as models may be called by their parts."""
@@ -274,60 +260,50 @@ class NonFiniteFinder:
             or any(getattr(each, "requires_grad", False) for each in tree_leaves(given))
         ):
             return None
-        if (
-            last is not None
-            and last.is_captured == is_capturing()
-            and not (watch.is_root or watch in last.watches or last.reads.has_gradients)
-        ):
-            return last
-        self._passes.append(_Pass(self.words))
-        return self._passes[-1]
+        if last is None or watch.is_root or watch in last.begun or last.has_gradients:
+            last = _Pass(self.words)
+            self._passes.append(last)
+        return last
 
 
 def _fault_of(
-    ended: list[_Call],
-    values: list[tuple[_Row | None, torch.dtype]],
-    gradients: list[tuple[int, _Row]],
+    ended: list[tuple[_Watch, list[int], list[int]]],
+    values: list[tuple[int | None, torch.dtype]],
+    gradients: list[tuple[int, int]],
     peaks: list[float],
     ago: int,
-) -> tuple[int, ModuleFault] | None:
-    """The time and the fault of a pass, by the largest magnitudes in its rows."""
-
-    def is_finite(row: _Row | None) -> bool:
-        return row is None or math.isfinite(peaks[row[1]])
+) -> ModuleFault | None:
+    """The fault of a pass, by the largest magnitudes in its rows."""
 
     def fault(
-        module: tuple[str, str], where: str, value: int, row: _Row, given: Iterable[_Row | None]
-    ) -> tuple[int, ModuleFault]:
-        kind = "nan" if math.isnan(peaks[row[1]]) else "inf"
-        before = [peaks[each[1]] for each in given if each is not None]
-        finite = all(map(math.isfinite, before))
-        largest = max(before, default=None) if finite else None
-        return row[0], ModuleFault(*module, where, kind, values[value][1], finite, largest, ago)
+        watch: _Watch, where: str, value: int, peak: float, given: list[float]
+    ) -> ModuleFault:
+        kind = "nan" if math.isnan(peak) else "inf"
+        finite = all(map(math.isfinite, given))
+        largest = max(given, default=None) if finite else None
+        dtype = values[value][1]
+        return ModuleFault(watch.name, watch.type, where, kind, dtype, finite, largest, ago)
 
-    for module, inputs, outputs in ended:
+    read = {value: peaks[row] for value, (row, _) in enumerate(values) if row is not None}
+    for watch, inputs, outputs in ended:
         for value in outputs:
-            row = values[value][0]
-            if row is not None and not is_finite(row):
-                return fault(module, "output", value, row, [values[each][0] for each in inputs])
-    for value, row in gradients:
-        if is_finite(row):
-            continue
+            if not math.isfinite(peak := read.get(value, 0.0)):
+                given = [read[each] for each in inputs if each in read]
+                return fault(watch, "output", value, peak, given)
+    came = [(value, peaks[row]) for value, row in gradients]
+    broken = [(value, peak) for value, peak in came if not math.isfinite(peak)]
+    for value, peak in broken:
         # Of the modules that took the tensor and did not pass it on, inner ones ended first.
-        for module, inputs, outputs in ended:
+        for watch, inputs, outputs in ended:
             if value in inputs and value not in outputs:
-                given = [each for output, each in gradients if output in outputs]
-                return fault(module, "gradient", value, row, given)
-        # Else none took it: its gradient is that of a loss, or of another function.
-        for module, _, outputs in ended:
+                given = [each for output, each in came if output in outputs]
+                return fault(watch, "gradient", value, peak, given)
+    # Else none took it: its gradient is that of a loss, or of another function.
+    for value, peak in broken:
+        for watch, _, outputs in ended:
             if value in outputs:
-                return fault(module, "gradient", value, row, [row])
+                return fault(watch, "gradient", value, peak, [peak])
     return None
-
-
-def _way_of(device: torch.device) -> int:
-    """Who reads the tensors of a device, as in csrc/watch.cpp."""
-    return {"cpu": 1, "cuda": 2}.get(backends.default_for(device), 0)
 
 
 @contextmanager
@@ -339,8 +315,10 @@ def _unseen() -> Iterator[None]:
 
 
 @_unseen()
-def _new_table(device: torch.device, *shape: int) -> Tensor:
-    return allocate(torch.zeros, *shape, dtype=widest(device), device=device)
+def _new_table(device: torch.device, *shape: int) -> tuple[Tensor, bool]:
+    """A table, and whether the core's kernels write it, else torch's ops."""
+    table = allocate(torch.zeros, *shape, dtype=widest(device), device=device)
+    return table, backends.default_for(device) in ("cpu", "cuda")
 
 
 @_unseen()
@@ -352,9 +330,8 @@ def _updates_in(words: Tensor) -> Tensor:
 def _read_by_ops(tensor: Tensor, table: Tensor, row: int) -> bool:
     """Writes the largest magnitude of any tensor, where NaN wins; returns whether it could."""
     try:
-        while _functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = _functorch.get_unwrapped(tensor)
-        values = core.real_view(aten.local_of(tensor).detach())
+        values = aten.local_of(torch.func.debug_unwrap(tensor))
+        values = core.real_view(values.detach())
         peak = values.numel() and torch.linalg.vector_norm(values, math.inf, dtype=table.dtype)
         table[row, 0] = peak
     except Exception:  # a class may refuse any op

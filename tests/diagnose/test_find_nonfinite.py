@@ -469,9 +469,10 @@ def test_a_scaler_blames_no_pass_but_those_of_the_step(mode: Any) -> None:
 def test_a_scaler_watches_several_models() -> None:
     broken_first = Trained(net_around(Op(lambda x: x * INF)), nn.Linear(8, 8))
     broken_last = Trained(nn.Linear(8, 8), net_around(Op(lambda x: x * INF)))
-    for training in (broken_first, broken_last):
+    in_backward = Trained(nn.Linear(8, 8), net_around(broken()))
+    for training in (broken_first, broken_last, in_backward):
         training.step()
-        assert told(training.module, module="2", where="output", inputs_finite=True)
+        assert told(training.module, module="2", inputs_finite=True)
 
 
 def test_a_scaler_keeps_neither_models_nor_watches() -> None:
@@ -675,7 +676,7 @@ def test_a_leaf_is_read_for_the_newest_pass_of_a_finder_and_not_after_it() -> No
             net(weight).sum().backward()
     net(weight).sum().backward()
     passes = (*finder._passes, *other._passes)
-    assert [len(each.reads.so_far()[1]) for each in passes] == 6 * [2]
+    assert [len(each.so_far()[1]) for each in passes] == 6 * [2]
     assert len(seen) == 4
     assert pickle.loads(pickle.dumps(weight))._backward_hooks in (None, {})
 
