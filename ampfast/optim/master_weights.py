@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ampfast.backends import core
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.backends.scalars import allocate
 from ampfast.errors import not_compiled, refuse_differentiable
@@ -30,13 +31,16 @@ class _Masters(dict[Tensor, Tensor]):
     Attributes:
         places: The parameters in the groups, by identity, when master weights were last compared
             with them; None: compare them.
-        looks: `_looks_of` the parameters with a master weight then, or after the last step.
+        looks: `core.looks_of` the parameters with a master weight then, or after the last step.
         others: The parameters in the groups without one.
+        memory: Float32 gradients of the last step on a CPU, where fresh memory takes several times
+            as long; the allocators of GPUs keep it.
     """
 
     places: list[int] | None = None
-    looks: Sequence[Any] = ()
+    looks = b""
     others: Sequence[Tensor] = ()
+    memory: list[Tensor] = []  # noqa: RUF012 - replaced, never written
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy compares parameters at its first step.
@@ -126,14 +130,19 @@ class MasterWeights(torch.optim.Optimizer):
 
         `step` does it, and a scaler before it reads gradients. Float32 ones stay as they are.
         """
-        grads = ((param, param.grad) for param in _params(self))
-        halves = [(p, grad) for p, grad in grads if grad is not None and grad.dtype in _HALVES]
+        found = [(param, param.grad) for param in _params(self)]
+        halves = [(p, grad) for p, grad in found if grad is not None and grad.dtype in _HALVES]
         if not halves:
             return
+        params, grads = map(list, zip(*halves, strict=True))
+        masters = self._masters
+        if not core.can_be_reused(masters.memory, grads):
+            masters.memory = []  # freed first
         with torch.inference_mode(False), torch.no_grad():
-            wide = [torch.empty_like(grad, dtype=torch.float32) for _, grad in halves]
-            torch._foreach_copy_(_locals(wide), _locals(grad for _, grad in halves))
-        for (param, _), grad in zip(halves, wide, strict=True):
+            wide: Any = masters.memory or [torch.empty_like(g, dtype=torch.float32) for g in grads]
+            torch._foreach_copy_(_locals(wide), _locals(grads))
+        masters.memory = wide if wide[0].is_cpu else []
+        for param, grad in zip(params, wide, strict=True):
             if param.grad_dtype not in (None, torch.float32):
                 param.grad_dtype = None
             param.grad = grad
@@ -232,7 +241,7 @@ def _prepare(optimizer: MasterWeights) -> None:
     places = list(map(id, params))
     if (
         places != masters.places
-        or _looks_of(masters) != masters.looks
+        or core.looks_of(_locals(masters)) != masters.looks
         or any(map(_is_trained, masters.others))
     ):
         for number, param in enumerate(params):
@@ -240,7 +249,7 @@ def _prepare(optimizer: MasterWeights) -> None:
         for param in masters.keys() - set(params):
             del masters[param]
         masters.others = [param for param in params if param not in masters]
-        masters.places, masters.looks = places, _looks_of(masters)
+        masters.places, masters.looks = places, core.looks_of(_locals(masters))
     optimizer.widen_gradients()
     for param, weight in masters.items():
         weight.grad = param.grad
@@ -275,7 +284,7 @@ def _write_back(optimizer: MasterWeights) -> None:
     """
     masters, params, weights = optimizer._masters, [], []
     # A closure may have made further master weights.
-    if _looks_of(masters)[: len(masters.looks)] != masters.looks:
+    if not core.looks_of(_locals(masters)).startswith(masters.looks):
         raise RuntimeError(
             "the optimizer's step changed a parameter while a master weight stood in for it: "
             "master_weights_ serves optimizers that step the parameters in their param_groups, "
@@ -290,15 +299,7 @@ def _write_back(optimizer: MasterWeights) -> None:
             weight.grad = None
     if params:
         torch._foreach_copy_(_locals(params), _locals(weights))
-    masters.looks = _looks_of(masters)
-
-
-def _looks_of(params: Iterable[Tensor]) -> list[Any]:
-    """What differs for each parameter after an edit that autograd sees, or of other data."""
-    return [
-        (each.dtype, each.shape, each.stride(), each.data_ptr(), each._version)
-        for each in _locals(params)
-    ]
+    masters.looks = core.looks_of(_locals(masters))
 
 
 def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
