@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -63,14 +64,11 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     with torch.inference_mode(False), torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
             _check_group(optimizer, index, group)
-        counters = [
-            (state, torch.as_tensor(state["step"], dtype=torch.float32, device=param.device))
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if "step" in (state := optimizer.state.get(param, {}))
-        ]
-    for state, counter in counters:
-        state["step"] = counter
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            state: Any = optimizer.state.get(param, {})
+            if "step" in state:
+                at = param.device
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=at)
     for group in optimizer.param_groups:
         group.update(_FUSED)
     optimizer.defaults.update(_FUSED)
@@ -111,9 +109,8 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
 def _require_same_memory(param: Tensor, tensors: dict[str, Any]) -> None:
     """Refuses layouts that fused kernels, which index memory linearly, would misread."""
     look, is_dense = _look(param), param.layout is torch.strided
-    if is_dense:
-        # empty_like preserves strides only of dense tensors without overlap.
-        is_dense = torch.empty_like(param, device="meta").stride() == param.stride()
+    # empty_like preserves strides only of dense tensors without overlap.
+    is_dense = is_dense and torch.empty_like(param, device="meta").stride() == param.stride()
     for name, value in tensors.items():
         if isinstance(value, Tensor) and not (is_dense and _look(value) == look):
             raise ValueError(

@@ -71,34 +71,31 @@ class SkipLog:
         if words.is_cpu:
             self._here = words, words[layout.SKIPPED]
         copied = self._copies.latest(words)
-        if copied is not None and self._next is None:
-            self._next = copied[layout.STEPS]
-        if copied is not None and copied[layout.SKIPPED] != self._skipped:
-            self._skipped = copied[layout.SKIPPED]
+        if copied is None:
+            return
+        first, self._next = self._next, copied[layout.STEPS]
+        before, self._skipped = self._skipped, copied[layout.SKIPPED]
+        if first is not None and self._skipped != before:
             state = scalars.allocate(torch.tensor, copied, dtype=torch.int64, device="cpu")
-            self._write(history_of(state), scaler, is_here=words.is_cpu)
+            self._write(history_of(state), first, scaler, is_here=words.is_cpu)
 
-    def _write(self, history: History, scaler: Any, *, is_here: bool) -> None:
-        steps, first = history.step.tolist(), self._next or 0
-        for place, step in enumerate(steps):
-            if step < first or not history.skipped[place]:
-                continue
+    def _write(self, history: History, first: int, scaler: Any, *, is_here: bool) -> None:
+        for place, step in enumerate(history.step.tolist()):
             spiked = bool(history.spiked[place])
             level = logging.WARNING if spiked or scaler._is_guard else logging.INFO
-            if self._lines >= _AT_ONCE and step < self._last + _SPACING:
+            is_new = step >= first and history.skipped[place] and _logger.isEnabledFor(level)
+            if not is_new or (self._lines >= _AT_ONCE and step < self._last + _SPACING):
                 continue
-            if _logger.isEnabledFor(level):
-                self._lines, self._last = self._lines + 1, step
-                why = (
-                    self._spike(history, place, scaler) if spiked else "inf or NaN in its gradients"
-                )
-                report = scaler._report_or_reason() if is_here and not spiked else None
-                if isinstance(report, OverflowReport) and report.step == step:
-                    why += f": {', '.join(str(each.name) for each in report.parameters[:3])}"
-                if not scaler._is_guard:
-                    why += f"; the scale was {history.scale[place]:g}"
-                _logger.log(level, "step %d was skipped: %s", self.first + step, why)
-        self._next = steps[-1] + 1 if steps else first
+            self._lines, self._last = self._lines + 1, step
+            why = "inf or NaN in its gradients"
+            if spiked:
+                why = self._spike(history, place, scaler)
+            report = scaler._report_or_reason() if is_here and not spiked else None
+            if isinstance(report, OverflowReport) and report.step == step:
+                why += f": {', '.join(str(each.name) for each in report.parameters[:3])}"
+            if not scaler._is_guard:
+                why += f"; the scale was {history.scale[place]:g}"
+            _logger.log(level, "step %d was skipped: %s", self.first + step, why)
 
     def _limit_of(self, scaler: Any) -> Any:
         return self.rule if scaler._skip_above is None else scaler._skip_above
