@@ -140,7 +140,7 @@ def _grad_norm(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) 
     found = backends.choose().finder.find_over(local, False)
     agreement = shards.ranks.agreement(shards.layouts.values())
     work = Pass(False, Factor.NONE if inv_scale is None else Factor.TIMES, inv_scale)
-    term = global_norm.NormTerm(list(grads), (), found, work, shards)
+    term = global_norm.NormTerm(list(grads), found, work, shards)
     sums, _ = global_norm.sums_of([term], norm_type, norm.device, agreement)
     clip = Clip(sums, math.inf, norm_type != 2.0, norm)
     knows = core.is_scalar(norm, norm.dtype) and sums.dtype is torch.float64

@@ -30,7 +30,6 @@ class NormTerm:
     Attributes:
         grads: The gradients by number, None where there is none; read, which may warn of tensors
             that are no leaves, only where torch's ops take them.
-        groups: Their parameters by group; none of a list of tensors.
         found: The gradients, as kernels take them.
         work: The pass that reads them.
         shards: The collector of the local shards of distributed ones, or None.
@@ -40,7 +39,6 @@ class NormTerm:
     """
 
     grads: Iterable[Tensor | None]
-    groups: tuple[tuple[Tensor, ...], ...]
     found: Found
     work: Pass
     shards: LocalShards | None = None
@@ -83,7 +81,7 @@ def measured(
     terms: list[NormTerm] = []
     for optimizer, turn, found, work, rows in given:
         grads = (param.grad for group in optimizer.param_groups for param in group["params"])
-        terms.append(NormTerm(grads, found.groups, found, work, found.shards, rows, words, turn))
+        terms.append(NormTerm(grads, found, work, found.shards, rows, words, turn))
     return sums_of(terms, order, device, agreement)
 
 
@@ -128,7 +126,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> tuple[Flags, list[Tens
     if agreement is None:
         each: tuple[Flags, list[Tensor]] = term.found.run(term.work, term.rows, term.words, True)
         return each
-    marks, layouts, others = marks_of(term.groups), term.layouts, agreement.counts(None)
+    marks, layouts, others = marks_of(term.found.groups), term.layouts, agreement.counts(None)
     # What this rank counts in the norm unless it counts the others; the norm of a partial sum is
     # not that of a summand.
     apart = set[int]()
@@ -162,7 +160,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> tuple[Flags, list[Tens
 
 def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
     """Norm, by torch's ops, of each gradient that this rank counts and that has elements."""
-    marks = {} if agreement is None else marks_of(term.groups)
+    marks = {} if agreement is None else marks_of(term.found.groups)
     for number, grad in enumerate(term.grads):
         layout = term.layouts.get(number)
         if grad is not None and layout is not None:

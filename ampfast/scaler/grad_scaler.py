@@ -24,7 +24,7 @@ from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport, require_known
 from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.gradients import READY, STEPPED, UNSCALED, Flags, Records, TorchGradScaler, new_turn
-from ampfast.optim.fused_support import can_defer, explain, flag_unchecked, why_unchecked
+from ampfast.optim.fused_support import can_defer, device_of, explain, flag_unchecked, why_unchecked
 from ampfast.scaler import late_backward, out_of_turn
 from ampfast.scaler.checkpoint import explained, require_loadable
 from ampfast.scaler.fused_step import step_fused
@@ -826,8 +826,8 @@ class GradScaler(TorchGradScaler):
     def _checked_scale(self, method: str, *optimizers: Any) -> Tensor:
         """The scale, of which torch's own method checks that it was made; a guard makes it here."""
         if self._is_guard and self._scale is None:
-            device = out_of_turn.device_for(optimizers)
-            self._lazy_init_scale_growth_tracker(device or torch.device(self._device or "cpu"))
+            device = device_of(optimizers) or torch.device(self._device or "cpu")
+            self._lazy_init_scale_growth_tracker(device)
         try:
             self._check_scale_growth_tracker(method)
         except AssertionError as error:

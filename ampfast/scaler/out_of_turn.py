@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
-import torch
 from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast.errors import add_note, warn_caller
 from ampfast.gradients import UNSCALED
-from ampfast.optim.fused_support import device_of, explain
 
 # Of torch's error for a scaler that has scaled nothing.
 NOTHING_SCALED = (
@@ -53,15 +50,6 @@ def nothing_checked() -> AssertionError:
         AssertionError("No inf checks were recorded prior to update."),
         "Neither step() nor unscale_() found a gradient since the last update().",
     )
-
-
-def device_for(optimizers: Sequence[Any]) -> torch.device | None:
-    """Device of the first gradient, else of the first parameter; None without parameters."""
-    try:
-        return device_of(optimizers)
-    except AttributeError as error:
-        explain(error, optimizers[0], "param_groups")
-        raise
 
 
 def is_available(device: str) -> bool:
