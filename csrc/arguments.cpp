@@ -18,6 +18,35 @@ const GradList& list_of(PyObject* object, std::optional<at::Device> device) {
   return list;
 }
 
+namespace {
+
+PyObject* allocated_object(PyTypeObject* type, Py_ssize_t count) {
+  PyObject* made = PyType_GenericAlloc(type, count);
+  if (made == nullptr) {
+    throw py::error_already_set();
+  }
+  return made;
+}
+
+// No exception of C++ may pass through CPython.
+PyObject* new_object(PyTypeObject* type, PyObject*, PyObject*) {
+  try {
+    return py::detail::make_new_instance(type);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+}  // namespace
+
+py::custom_type_setup may_lack_memory() {
+  return py::custom_type_setup([](PyHeapTypeObject* type) {
+    type->ht_type.tp_alloc = &allocated_object;
+    type->ht_type.tp_new = &new_object;
+  });
+}
+
 Marks marks_of(const Pass& pass, at::Device device) {
   if (!pass.marks.defined()) {
     return {};
@@ -128,7 +157,7 @@ Factor factor_of(int64_t number) {
 template <class T>
 class Fields {
  public:
-  Fields(py::module_& m, const char* name) : class_(m, name, py::is_final()) {}
+  Fields(py::module_& m, const char* name) : class_(m, name, may_lack_memory(), py::is_final()) {}
 
   template <class Get, class Set>
   Fields& property(const char* name, const Get& get, const Set& set) {

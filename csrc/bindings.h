@@ -122,6 +122,9 @@ Marks marks_of(const Pass& pass, at::Device device);
 
 void bind_arguments(py::module_& m);
 
+// For every class: pybind11 takes it for granted that an object gets memory.
+py::custom_type_setup may_lack_memory();
+
 // Functions with CPython's own convention, since a cold call through pybind costs as much as all
 // the rest. Null without an error is None, and every exception of C++ is one of Python.
 template <PyObject* (*kBody)(PyObject* const*)>

@@ -771,7 +771,7 @@ PyObject* call_run(PyObject* const* args) {
 }  // namespace
 
 void bind_found(py::module_& m) {
-  py::class_<Found, std::shared_ptr<Found>> found(m, "Found", py::is_final());
+  py::class_<Found, std::shared_ptr<Found>> found(m, "Found", may_lack_memory(), py::is_final());
   found.def("split", &Found::split)
       .def_property_readonly("groups", &Found::groups)
       .def_property_readonly("shards", [](const Found& self) { return self.walk.shards; })
@@ -785,7 +785,7 @@ void bind_found(py::module_& m) {
         return devices;
       });
   add_method<call_run, 4>(found, "run");
-  py::class_<Finder> finder(m, "Finder", py::is_final());
+  py::class_<Finder> finder(m, "Finder", may_lack_memory(), py::is_final());
   finder
       .def(py::init([](py::object choice) {
         Finder made;

@@ -68,19 +68,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CPU_CAPABILITY") = cpu::capability();
   m.def("use_baseline", &cpu::use_baseline);
 
-  py::class_<GradList>(m, "GradList", py::is_final()).def_static("of", &regular_list);
+  py::class_<GradList>(m, "GradList", may_lack_memory(), py::is_final())
+      .def_static("of", &regular_list);
   bind_arguments(m);
   bind_found(m);
   bind_steps(m);
   bind_device_kernels(m);
   bind_watch(m);
 
-  py::class_<Segment>(m, "Segment", py::is_final())
+  py::class_<Segment>(m, "Segment", may_lack_memory(), py::is_final())
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
       .def_readonly("first", &Segment::first);
-  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", py::is_final())
+  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", may_lack_memory(),
+                                                        py::is_final())
       .def_static("of", &table_of)
       .def_readonly("words", &DeviceTable::words)
       .def_readonly("partials", &DeviceTable::partials)
