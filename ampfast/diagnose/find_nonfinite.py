@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -140,9 +141,7 @@ class NonFiniteFinder:
     def __init__(self, words: Callable[[], Tensor | None] | None = None) -> None:
         self.words = words or (lambda: None)
         self._needs_graph = words is not None
-        self._watches: weakref.WeakKeyDictionary[torch.nn.Module, _Watch] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._watches: WeakKeyDictionary[torch.nn.Module, _Watch] = WeakKeyDictionary()
         self._passes: deque[_Pass] = deque(maxlen=_KEPT)
         self.running = _Running()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
@@ -156,53 +155,25 @@ class Names:
     """
 
     def __init__(self) -> None:
-        # Names to report, by a module's own name of the parameter.
-        self._of_modules: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()
+        self._prefixes: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
     def give(self, model: torch.nn.Module) -> None:
         """Names the parameters of a model."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"name_parameters takes a torch.nn.Module, got {type(model).__name__}")
-        names = {id(param): name for name, param in model.named_parameters()}
-        for module in model.modules():
-            # The last one counts, as a shared parameter has several.
-            self._of_modules.pop(module, None)
-            owned = module._parameters.items()
-            self._of_modules[module] = {k: names[id(p)] for k, p in owned if id(p) in names}
+        # A shared parameter has several names: the first of the last model counts.
+        for name, module in reversed(list(model.named_modules())):
+            self._prefixes.pop(module, None)
+            self._prefixes[module] = f"{name}." if name else ""
 
     def known(self) -> dict[Tensor, str]:
         """Returns names by parameter."""
         return {
-            param: name
-            for module, names in self._of_modules.items()
-            for key, name in names.items()
-            if (param := module._parameters.get(key)) is not None
+            param: prefix + key
+            for module, prefix in self._prefixes.items()
+            for key, param in module._parameters.items()
+            if param is not None
         }
-
-
-class Facts:
-    """Facts about an optimizer's parameters; this object outlives them and the optimizer."""
-
-    def __init__(self, rows: Rows, optimizer_type: str) -> None:
-        self.rows, self._optimizer_type = weakref.ref(rows), optimizer_type
-        # Group and index in it of each parameter.
-        self._places = [(g, i) for g, group in enumerate(rows.groups) for i in range(len(group))]
-        self._names: list[str] = []
-        self.trainable = 0  # number of parameters
-        self.counters: dict[torch.device, Tensor] = {}
-
-    def look(self, names: dict[Tensor, str]) -> None:
-        """Looks at the parameters, which live, and at their names."""
-        rows = self.rows()
-        if rows is not None:
-            listed = list(zip(rows.params, self._places, strict=True))
-            self._names = [names.get(p, f"group {g}, parameter {i}") for p, (g, i) in listed]
-            self.trainable = sum(p.requires_grad for p in rows.params)
-
-    def places(self, number: int) -> list[tuple[str, int, str, int, int]]:
-        """The first columns of each parameter's rows in reports; the optimizer has a number."""
-        named = zip(self._names, self._places, strict=True)
-        return [(name, number, self._optimizer_type, *place) for name, place in named]
 
 
 class Rows:
@@ -218,9 +189,17 @@ class Rows:
     def __init__(self, groups: Groups, optimizer_type: str) -> None:
         self.groups = tuple(map(tuple, groups))
         self.params = list(chain.from_iterable(self.groups))
-        self.facts = Facts(self, optimizer_type)
-        self.counters = self.facts.counters
+        self.counters: dict[torch.device, Tensor] = {}
         self.norms: NormHistory | None = None
+        self._optimizer_type = optimizer_type
+
+    def places(self, number: int, names: dict[Tensor, str]) -> list[tuple[str, int, str, int, int]]:
+        """The first columns of each parameter's row in reports; the optimizer has a number."""
+        return [
+            (names.get(param, f"group {g}, parameter {i}"), number, self._optimizer_type, g, i)
+            for g, group in enumerate(self.groups)
+            for i, param in enumerate(group)
+        ]
 
     def counters_on(self, device: torch.device) -> Tensor:
         """The overflow counters of a device."""

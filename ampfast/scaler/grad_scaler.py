@@ -670,8 +670,8 @@ class GradScaler(TorchGradScaler):
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
 
-        Values count as the optimizer would have used them. Optimizers that were deleted are
-        listed, too, the last 64. Counts are in no pickle or checkpoint. One host sync, or two with
+        Values count as the optimizer would have used them. Optimizers that were deleted are not
+        listed. Counts are in no pickle or checkpoint. One host sync, or two with
         `track="modules"`.
 
         With a `process_group` or distributed gradients all ranks must call this: their reports are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from ampfast.backends.scalars import joint_flag
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from ampfast.diagnose.grad_norms import NormHistory, NormReport, ParameterNorms
 from ampfast.diagnose.overflow_report import (
-    Facts,
     Groups,
     Names,
     OverflowReport,
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from ampfast.distributed import Ranks
     from ampfast.scaler.loss_scale import LossScale
 
-# Deleted optimizers that are still in reports.
-_MOST_DELETED = 64
-
 
 class Reports:
     """What a scaler tracks of the parameters of its optimizers, and the reports on that.
@@ -46,7 +42,7 @@ class Reports:
     def __init__(self, track: str | None, loss_scale: LossScale) -> None:
         self._track, self._loss_scale, self._names = track, weakref.ref(loss_scale), Names()
         # In the order of the optimizers' first passes.
-        self._facts: list[Facts] = []
+        self._rows: list[weakref.ref[Rows]] = []
         self._finder: NonFiniteFinder | None = None
 
     def name_parameters(self, model: torch.nn.Module) -> None:
@@ -63,15 +59,11 @@ class Reports:
         """Returns the rows of an optimizer whose parameters are new, which its record gets."""
         last, rows = record.rows, Rows(groups, type(record.optimizer()).__name__)
         if last is None:
-            deleted = [each for each in self._facts if each.rows() is None]
-            for each in deleted[:-_MOST_DELETED]:
-                self._facts.remove(each)
-            self._facts.append(rows.facts)
+            self._rows.append(weakref.ref(rows))
         else:
             refuse_capture("a change of an optimizer's parameters")
-            self._facts[self._facts.index(last.facts)] = rows.facts
+            self._rows[self._rows.index(weakref.ref(last))] = weakref.ref(rows)
         record.rows = rows
-        rows.facts.look(self._names.known())
         return rows
 
     def keep_norms(self, rows: Rows) -> None:
@@ -91,21 +83,22 @@ class Reports:
         """
         if self._track is None:
             raise RuntimeError("overflow_report() needs a scaler made with track='overflow'")
-        if not self._facts and why_none:
+        if not self._rows and why_none:
             raise RuntimeError(
                 f"overflow_report() knows nothing: {why_none}, and only gradients that ampfast's "
                 "own method reads are tracked"
             )
-        self._look()
-        on_host = rows_on_host([t for each in self._facts for t in each.counters.values()])
+        names, found = self._names.known(), self._living()
+        on_host = rows_on_host([t for _, rows in found for t in rows.counters.values()])
         totals: list[ParameterOverflows] = []
-        for number, each in enumerate(self._facts):
-            read = [list(islice(on_host, len(table))) for table in each.counters.values()]
-            for place, *rows in zip(each.places(number), *read, strict=True):
-                totals += overflows_of(place, rows)
+        for number, rows in found:
+            read = [list(islice(on_host, len(table))) for table in rows.counters.values()]
+            for place, *counts in zip(rows.places(number, names), *read, strict=True):
+                totals += overflows_of(place, counts)
         report = OverflowReport.of(totals)
         optimizers = {row.optimizer for row in report.parameters}
-        trainable = sum(self._facts[number].trainable for number in optimizers)
+        params = chain.from_iterable(rows.params for n, rows in found if n in optimizers)
+        trainable = sum(param.requires_grad for param in params)
         report = replace(report, is_everywhere=1 < trainable <= len(report.parameters))
         if self._finder is not None and report.step is not None:
             report = replace(report, module=self._finder.report_of(report.step))
@@ -127,23 +120,20 @@ class Reports:
         """Returns the norms of living optimizers' parameters; one host sync, raises as others."""
         if self._track != "norms":
             raise RuntimeError("grad_norms() needs a scaler made with track='norms'")
-        self._look()
-        rows = [each.rows() for each in self._facts]
-        found = [(n, r, r.norms.summary()) for n, r in enumerate(rows) if r and r.norms is not None]
+        found = [(*each, each[1].norms.summary()) for each in self._living() if each[1].norms]
         if not found and why_none:
             raise RuntimeError(
                 f"grad_norms() knows nothing: {why_none}, and then only clip_grad_norm_() measures"
             )
         on_host = rows_on_host([summary for *_, summary in found])
-        places = (place for number, each, _ in found for place in each.facts.places(number))
+        names = self._names.known()
+        places = (place for number, rows, _ in found for place in rows.places(number, names))
         return NormReport(tuple(ParameterNorms(*place, *next(on_host)) for place in places))
 
-    def _look(self) -> None:
-        """Looks up the names of living optimizers' parameters, for a report."""
+    def _living(self) -> list[tuple[int, Rows]]:
+        """The rows of living optimizers, for a report, each with the optimizer's number."""
         refuse_capture("a report that the host reads", "ask after the replay")
-        known = self._names.known()
-        for each in self._facts:
-            each.look(known)
+        return [(n, rows) for n, each in enumerate(self._rows) if (rows := each()) is not None]
 
 
 def reason_of(flags: Flags) -> str | None:

@@ -185,31 +185,21 @@ def test_several_optimizers_and_dtypes() -> None:
     assert [(p.optimizer, p.index) for p in report.parameters] == [(1, 1)] and report.step == 1
 
 
-@pytest.mark.parametrize("names", [True, False])
-def test_a_deleted_optimizer_is_reported_and_keeps_no_parameters(names: bool) -> None:
+def test_a_deleted_optimizer_is_not_reported_and_keeps_no_parameters() -> None:
     scaler = started(track="overflow")
 
     def train() -> Any:
-        model = net()
-        if names:
-            scaler.name_parameters(model)
+        scaler.name_parameters(model := net())
         for param in model.parameters():
             param.grad = torch.full_like(param, INF)
-        report_of(scaler, sgd(model.parameters()))
+        assert names(report_of(scaler, sgd(model.parameters())))[0] == "0.weight"
         return weakref.ref(model[0].weight)
 
     weight = train()
     gc.collect()
-    assert weight() is None
-    report = scaler.overflow_report()
-    assert report.is_everywhere and report.step == 0
-    assert report.parameters[0].name == ("0.weight" if names else "group 0, parameter 0")
+    assert weight() is None and scaler.overflow_report() == NONE
     other = sgd(parameters(NAN))
-    model = torch.nn.ParameterDict({"other": other.param_groups[0]["params"][0]})
-    scaler.name_parameters(model)
-    found = [(p.optimizer, p.name) for p in report_of(scaler, other).parameters]
-    assert found == [(1, "other")]
-    assert len(scaler.overflow_report().totals) == 5
+    assert [p.optimizer for p in report_of(scaler, other).totals] == [1]
 
 
 def test_irregular_gradients() -> None:
