@@ -312,9 +312,6 @@ class DeviceTable:
     @property
     def segments(self) -> list[Segment]: ...
 
-# Raises RuntimeError if the memory of a tensor was freed or is too small for it.
-def require_storage(tensor: Tensor) -> None: ...
-
 # Parts of a complex tensor as its memory holds them, whatever its signs; any other one, or a sparse
 # one, itself.
 def real_view(tensor: Tensor) -> Tensor: ...

@@ -103,7 +103,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("SPIKE") = kSpike;
   m.attr("SPIKE_BOUND") = kSpikeBound;
   m.attr("LEAST_DEVIATION") = kLeastDeviation;
-  m.def("require_storage", &require_storage);
   m.def("real_view", torch::wrap_pybind_function(real_view));
   m.def("kind_of", &kind_of);
   m.def("can_be_reused", &can_be_reused);
