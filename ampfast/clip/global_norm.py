@@ -61,10 +61,7 @@ class NormTerm:
 
 def order_of(norm_type: object) -> float:
     """Returns the order of a norm as a float; raises for invalid ones."""
-    if isinstance(norm_type, str):
-        order = math.inf if norm_type == "inf" else math.nan
-    else:
-        order = float_of("norm_type", norm_type)
+    order = math.inf if norm_type == "inf" else float_of("norm_type", norm_type, ' or "inf"')
     if not order > 0:
         raise ValueError(f'norm_type must be a number above 0 or "inf", got {norm_type!r}')
     return order

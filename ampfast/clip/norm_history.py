@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -396,19 +397,16 @@ def require_norms(saved: Any) -> list[Saved]:
         ValueError: If they are not, for each optimizer, pairs of a rule's name and finite floats.
     """
     names = [rule.__name__ for rule in (Sigmas, *get_args(ClipLimit))]
-    try:
-        are_valid = type(saved) is list and all(
+    with suppress(TypeError, ValueError):  # of what is no list of pairs
+        if type(saved) is list and all(
             name in names
             and len(words) >= norm_layout.RING
             and all(type(word) is float and 0 <= word < math.inf for word in words)
             for pairs in saved
             for name, words in pairs
-        )
-    except (TypeError, ValueError):
-        are_valid = False
-    if not are_valid:
-        raise ValueError(
-            f"the checkpoint's norms must be lists of pairs, of a name among {names} and "
-            f"{norm_layout.RING} or more finite floats, the first one a count, got {saved!r}"
-        )
-    return saved  # type: ignore[no-any-return]
+        ):
+            return saved
+    raise ValueError(
+        f"the checkpoint's norms must be lists of pairs, of a name among {names} and "
+        f"{norm_layout.RING} or more finite floats, the first one a count, got {saved!r}"
+    )

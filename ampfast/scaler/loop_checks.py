@@ -43,9 +43,8 @@ class _Loop:
         unused: The last iterations in a row in which it used no scale.
     """
 
-    def __init__(self) -> None:
-        self.has_read = self.has_scaled = self.has_used = False
-        self.unused = 0
+    has_read = has_scaled = has_used = False
+    unused = 0
 
 
 class _LoopChecks:
@@ -169,7 +168,5 @@ def start(kind: Any) -> None:
 
 def stop() -> None:
     """Ends the checks."""
-    global _current
     if _current is not None:
         _current.remove()
-        _current = None

@@ -185,8 +185,7 @@ class LossScale:
     def words_on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, moved there if necessary."""
         if self.words.device != device:
-            if device.type != "cpu":
-                refuse_capture("the creation of the scaler's state, which every replay would reset")
+            refuse_capture("the creation of the scaler's state, which every replay would reset")
             with torch.inference_mode(False):
                 self.words = self.words.to(device)
         return self.words
