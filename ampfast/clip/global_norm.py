@@ -53,10 +53,10 @@ class NormTerm:
 
     def unscaling_on(self, device: torch.device) -> tuple[Factor, Tensor | None]:
         """Returns how, and by what factor on a device, gradients are still to be unscaled."""
-        how, factor = Factor(self.work.how), self.work.factor
-        if self.work.write:
+        work = self.work
+        if work.write or work.factor is None:
             return Factor.NONE, None
-        return how, None if factor is None else moved(factor, device)
+        return Factor(work.how), moved(work.factor, device)
 
 
 def order_of(norm_type: object) -> float:

@@ -40,9 +40,6 @@ class Limits:
             if not 0 < ctypes.c_float(value).value < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite in float32, got {value}")
             object.__setattr__(self, name, value)
-        least, most = self.min_scale, self.max_scale
-        if least is not None and most is not None and least > most:
-            raise ValueError(f"min_scale must not be above max_scale, got {least} and {most}")
         require_int("hysteresis", self.hysteresis, 1, 2**31 - 1)
 
     @cached_property

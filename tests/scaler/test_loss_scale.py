@@ -158,7 +158,7 @@ ABOVE, HIGH = "_scale must be above 0 and finite", (math.inf, 1e39, math.nan, 10
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, "must not be above max_scale, got 2.0"),
+        ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, "must be from min_scale to max_scale"),
         *(({"min_scale": low}, ValueError, f"min{ABOVE}") for low in (0.0, -1.0, 1e-50)),
         *(({"max_scale": high}, ValueError, f"max{ABOVE}") for high in HIGH),
         ({"max_scale": "1"}, TypeError, "max_scale must be a Python number or None, got str"),
