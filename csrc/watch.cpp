@@ -55,10 +55,9 @@ class Reads : public std::enable_shared_from_this<Reads> {
                  !PyUnicode_Check(object) && seen.insert(object).second) {
         const bool is_plain = PyTuple_Check(object) || PyList_Check(object);
         const py::object items = is_plain ? part : of_python("_parts_of")(part);
-        PyObject** first = PySequence_Fast_ITEMS(items.ptr());
-        std::for_each(first, first + PySequence_Fast_GET_SIZE(items.ptr()), [&](PyObject* item) {
+        for (const py::handle item : items) {
           parts.push_back(py::reinterpret_borrow<py::object>(item));
-        });
+        }
       }
     }
     return numbers;
@@ -113,7 +112,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
   struct Table {
     c10::Stream stream;  // in whose order it was filled with zeros
     at::Tensor rows;
-    bool by_kernels;  // else by torch's ops
+    std::string backend;  // whose kernels write it; torch's ops if the core has none
     int64_t used = 0;
   };
 
@@ -177,22 +176,23 @@ class Reads : public std::enable_shared_from_this<Reads> {
       return each.stream == stream && each.used < kRows;
     });
     if (place == tables_.end()) {
-      const auto [rows, by_kernels] =
-          of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords})
-              .cast<std::pair<at::Tensor, bool>>();
-      place = tables_.insert(tables_.end(), Table{stream, rows, by_kernels});
+      const auto [rows, backend] = of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords})
+                                       .cast<std::pair<at::Tensor, std::string>>();
+      place = tables_.insert(tables_.end(), Table{stream, rows, backend});
     }
     const at::Tensor table = place->rows;
     const int64_t row = place->used++;
+    const bool by_cuda = place->backend == "cuda";
     const int64_t result = (place - tables_.begin()) * kRows + row;
-    if (!place->by_kernels || tensor.numel() == 0 || !is_regular(tensor, kKernelDevices)) {
+    if (!(by_cuda || place->backend == "cpu") || tensor.numel() == 0 ||
+        !is_regular(tensor, kKernelDevices)) {
       const bool is_read = of_python("_read_by_ops")(tensor, table, row).cast<bool>();
       return is_read ? std::optional(result) : std::nullopt;
     }
     double* words = table.mutable_data_ptr<double>() + row * kPeakWords;
     GradList list(device, nullptr);
     list.add(tensor, false, 0);
-    if (device.is_cuda()) {
+    if (by_cuda) {
       cuda::read_peak(list, words);
     } else {
       *words = without_gil_if_long(list, [&] { return cpu::run(list, {}); });

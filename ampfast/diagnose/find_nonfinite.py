@@ -314,10 +314,10 @@ def _unseen() -> Iterator[None]:
 
 
 @_unseen()
-def _new_table(device: torch.device, *shape: int) -> tuple[Tensor, bool]:
-    """A table, and whether the core's kernels write it, else torch's ops."""
+def _new_table(device: torch.device, *shape: int) -> tuple[Tensor, str]:
+    """A table, and the backend of the device, which reads for it."""
     table = allocate(torch.zeros, *shape, dtype=widest(device), device=device)
-    return table, backends.default_for(device) in ("cpu", "cuda")
+    return table, backends.default_for(device)
 
 
 @_unseen()
