@@ -98,7 +98,7 @@ class _Watch:
 
     def __init__(self, finder: NonFiniteFinder, module: torch.nn.Module) -> None:
         self.finder, self.module, self.is_off = finder, weakref.ref(module), False
-        self.name, self.type, self.is_root = "", type(module).__name__, False
+        self.name, self.type = "", type(module).__name__
         # Of another finder, or a compiled call.
         self.inner: Any = vars(module).get(_PLACE)
         vars(module)[_PLACE] = self
@@ -159,7 +159,7 @@ class NonFiniteFinder:
             ignored.append(_PLACE)
         for name, module in model.named_modules():
             own = self._watches.get(module) or _Watch(self, module)
-            own.name, own.is_root = name, module is model
+            own.name = name
             self._watches[module] = own
 
     def remove(self) -> None:
@@ -259,7 +259,8 @@ class NonFiniteFinder:
             or any(getattr(each, "requires_grad", False) for each in tree_leaves(given))
         ):
             return None
-        if last is None or watch.is_root or watch in last.begun or last.has_gradients:
+        # A model has no name in itself.
+        if last is None or not watch.name or watch in last.begun or last.has_gradients:
             last = _Pass(self.words)
             self._passes.append(last)
         return last
