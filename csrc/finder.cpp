@@ -348,7 +348,7 @@ struct Finder::Norm {
   const bool is_read = aim == Aim::kMeasure;
   const bool is_clip = aim == Aim::kClip || aim == Aim::kClipDecided;
   const bool is_for_kernels = order == 2 || std::isinf(order);
-  std::vector<Term> terms;
+  std::vector<Term> terms = {};
   py::object agreement = py::none();
   // The device of the first gradient, where torch has the norm; that of the scale; and the one
   // where norms of earlier steps are, with which it is compared.
