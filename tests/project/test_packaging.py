@@ -97,8 +97,6 @@ def test_a_core_that_clang_built_passes_tests(sources, tmp_path):
     environ = {**os.environ, "CC": "clang", "CXX": "clang++", "CUDA_HOME": "/nowhere"}
     build = ["setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run([sys.executable, *build], cwd=tree, env=environ, check=True)
-    told = subprocess.run([sys.executable, "-m", "ampfast", "info"], cwd=tree, capture_output=True)
-    assert b"lang" in re.search(rb'"compiler": (.+)', told.stdout)[1]
     tests = ("scaler", "clip", "backends/test_cpu.py", "backends/device_kernels")
     pytest_command = ["-m", "pytest", "-q", "-m", "not slow and not sweep"]
     pytest_command += [f"tests/{name}" for name in tests]
