@@ -84,7 +84,7 @@ def grad_norm(
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
     place = first if isinstance(first, Tensor) else new_flag(None)
-    take = torch.ops.ampfast.grad_norm if torch.compiler.is_compiling() else _grad_norm
+    take = torch.ops.ampfast.grad_norm if _is_traced() else _grad_norm
     norm: Tensor = take(_checked(grads, place, "the first"), order, inv_scale)
     return norm
 
@@ -118,7 +118,7 @@ def update_scale_(
     """
     tensors = {"current_scale": current_scale, "growth_tracker": growth_tracker}
     _require_scalars(**tensors, found_inf=found_inf)
-    update = torch.ops.ampfast.update_scale_ if torch.compiler.is_compiling() else _update_scale
+    update = torch.ops.ampfast.update_scale_ if _is_traced() else _update_scale
     numbers = growth_factor, backoff_factor, growth_interval
     update(current_scale, growth_tracker, found_inf, *numbers)
     return current_scale
@@ -178,17 +178,22 @@ for _op in (_unscale_op, _check_op, _update_op):
     _op.register_fake(lambda *args: None)
 
 
+def _is_traced() -> bool:
+    """Whether calls are compiled or seen by a dispatch mode, which are to see custom ops."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _pass_over(grads: list[Tensor], work: Pass) -> None:
     found = backends.choose().finder.find_over(grads, work.write)
     found.run(work, None, None, False)
 
 
 def _run(op: Any, how: Factor, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
-    """Runs a pass, in compiled code by a custom op; it writes if there is a factor.
+    """Runs a pass, by a custom op where that is seen; it writes if there is a factor.
 
     Ranks agree on the flag if a gradient is distributed.
     """
-    if torch.compiler.is_compiling():
+    if _is_traced():
         op(_checked(grads, found_inf), found_inf, *factor)
         return
     by = factor[0].resolve_neg() if factor else None

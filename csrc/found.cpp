@@ -286,7 +286,7 @@ py::tuple Found::groups() const {
   for (const py::object& params : walk.kept) {
     groups.append(params);
   }
-  if (walk.kept.empty()) {
+  if (walk.kept.empty() && !param_groups.is_none()) {
     for (const py::handle group : param_groups) {
       groups.append(py::tuple(group["params"]));
     }

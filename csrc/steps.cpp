@@ -191,15 +191,27 @@ PyObject* overrides(PyObject* const* args) {
   return Py_NewRef(Py_False);
 }
 
-// dtype and device type of the first parameter of a group, if it has one.
-py::object kind_of_first(PyObject* params) {
-  if (params == nullptr || !PyList_Check(params) || PyList_GET_SIZE(params) == 0 ||
-      !THPVariable_Check(PyList_GET_ITEM(params, 0))) {
+// Bytes, two for each dtype and device type of the parameters of a group that are trained.
+py::object kinds_of(PyObject* params) {
+  if (params == nullptr || !(PyList_Check(params) || PyTuple_Check(params))) {
     return py::none();
   }
-  const at::Tensor& first = THPVariable_Unpack(PyList_GET_ITEM(params, 0));
-  return py::make_tuple(static_cast<int>(first.scalar_type()),
-                        static_cast<int>(first.device().type()));
+  c10::SmallVector<uint16_t, 8> kinds;
+  PyObject** const items = PySequence_Fast_ITEMS(params);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
+    if (!THPVariable_Check(items[i])) {
+      continue;
+    }
+    const at::Tensor& param = THPVariable_Unpack(items[i]);
+    const auto dtype = static_cast<uint16_t>(param.scalar_type());
+    const auto kind =
+        static_cast<uint16_t>(dtype << 8 | static_cast<uint8_t>(param.device().type()));
+    const bool is_trained = param.requires_grad() || param.grad().defined();
+    if (is_trained && std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
+      kinds.push_back(kind);
+    }
+  }
+  return py::bytes(reinterpret_cast<const char*>(kinds.data()), kinds.size() * sizeof(uint16_t));
 }
 
 // A reference to the function of an optimizer's step, which a schedule may wrap; what equals
@@ -218,7 +230,7 @@ py::object step_of(PyObject* optimizer) {
 
 // Nothing unless an optimizer, or else its class, says that it takes grad_scale; else a list of
 // what decides whether it does: its class, that word, its step and, of each group, "fused" and the
-// kind of its first parameter: models are converted as a whole.
+// kinds of its parameters.
 std::optional<py::list> claim_of(PyObject* optimizer) {
   static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
   static PyObject* const groups_name = PyUnicode_InternFromString("param_groups");
@@ -248,7 +260,7 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
       if (PyDict_Check(group.ptr())) {
         PyObject* const is_fused = PyDict_GetItemWithError(group.ptr(), fused);
         claim.append(is_fused == nullptr ? py::handle(Py_None) : py::handle(is_fused));
-        claim.append(kind_of_first(PyDict_GetItemWithError(group.ptr(), params)));
+        claim.append(kinds_of(PyDict_GetItemWithError(group.ptr(), params)));
       }
     }
   }

@@ -30,7 +30,9 @@ py::object of_python(const char* name) {
 bool is_readable(const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
   return (at::isFloatingType(dtype) || at::isComplexType(dtype)) && at::elementSize(dtype) > 1 &&
-         tensor.layout() == at::kStrided && !tensor.is_meta();
+         tensor.layout() == at::kStrided && !tensor.is_meta() &&
+         (!tensor.key_set().has(c10::DispatchKey::Python) ||
+          !py::hasattr(py::cast(tensor), "fake_mode"));
 }
 
 // A forward of a model, and its backward. Python keeps it, and Python's lock guards it.

@@ -370,6 +370,16 @@ def test_nothing_is_kept_after_the_call() -> None:
     assert not any(ref() is not None for ref in dying)
 
 
+def test_no_optimizer_is_held_until_the_update() -> None:
+    optimizer, scaler = torch.optim.SGD([parameter_with(torch.ones(3))], lr=1.0), started()
+    scaler.grad_norm(optimizer)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    held = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert held() is None
+
+
 def test_no_tensor_is_made_for_the_gradients() -> None:
     params = [parameter_with(torch.ones(50_000)) for _ in range(10)]
     scaler = started()

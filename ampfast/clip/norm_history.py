@@ -326,7 +326,8 @@ class NormHistories:
         self._known: list[Record] = []
         # Of a checkpoint or a pickle, for optimizers yet to come.
         self._loaded = list(map(dict, saved))
-        self._warns = True
+        # Whether a norm was compared in this iteration, and whether to warn if none was.
+        self.is_compared, self._warns = False, True
 
     def of(self, record: Record, rule: Sigmas | ClipLimit, device: torch.device) -> History:
         """Returns the optimizer's history of a rule, on a device."""

@@ -88,15 +88,14 @@ class MasterWeights(torch.optim.Optimizer):
         return {param: weight.detach() for param, weight in self._masters.items()}
 
     @not_compiled
-    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the master weights and rounds them to the parameters that have a gradient.
 
         Gradients become float32 tensors; if the optimizer sets one to None, it is None afterwards.
 
         Args:
-            closure: Passed on, by position; it sees the model's parameters.
-            *args: Passed on.
-            **kwargs: Passed on.
+            *args: Passed on; a closure, the first, sees the model's parameters.
+            **kwargs: Passed on; `closure` as well.
 
         Returns:
             What the optimizer's own method returns.
@@ -110,8 +109,10 @@ class MasterWeights(torch.optim.Optimizer):
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # the hooks of this step run around it
         masters, swap = self._masters, _Swap(self)
-        if closure is not None:
-            args = (partial(swap.evaluate, closure), *args)
+        if args and callable(args[0]):
+            args = (partial(swap.evaluate, args[0]), *args[1:])
+        if callable(kwargs.get("closure")):
+            kwargs["closure"] = partial(swap.evaluate, kwargs["closure"])
         try:
             _prepare(self)
             swap.enter()

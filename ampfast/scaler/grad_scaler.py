@@ -436,6 +436,9 @@ class GradScaler(TorchGradScaler):
             AttributeError: If a list or tuple is given instead of an optimizer; else as `step` and
                 `update`.
         """
+        for optimizer in optimizers[1:]:
+            if not hasattr(optimizer, "param_groups"):
+                self.step(optimizer)  # raises before any other steps
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
         ending, turns = None, {}
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
@@ -856,11 +859,14 @@ class GradScaler(TorchGradScaler):
         """Ends an iteration, which counts as a step unless the caller only set the scale."""
         self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
-        norms, loss_scale.norms = loss_scale.norms, []
+        loss_scale.norms = []
         if not is_step:
             return
-        if not norms and self._skip_above is not None:
-            self._norm_histories.warn_of_no_use()
+        if self._skip_above is not None:
+            histories = self._norm_histories
+            if not histories.is_compared:
+                histories.warn_of_no_use()
+            histories.is_compared = False
         watch, log, words = self._skip_watch, self._skip_log, loss_scale.words
         watch.due -= 1
         log.due -= 1

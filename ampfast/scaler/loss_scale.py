@@ -93,12 +93,12 @@ class LossScale:
     Attributes:
         limits: Limits and hysteresis.
         words: State, laid out as `backends.core.state_layout`, on the CPU until there is a scale.
-        norms: Optimizers, their joint norm and its order, as measured in this iteration.
+        norms: Ids of optimizers, their joint norm and its order, as measured in this iteration.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.norms: list[tuple[list[Any], Tensor, float]] = []
+        self.norms: list[tuple[tuple[int, ...], Tensor, float]] = []
         size = layout.STATE_WORDS
         self.words = scalars.allocate(torch.zeros, size, dtype=torch.int64, device="cpu")
         self.words[layout.MOST_TOLERATED] = limits.hysteresis - 1
@@ -164,7 +164,7 @@ class LossScale:
         """
         found: dict[frozenset[int], tuple[Tensor, float]] = {}
         for optimizers, norm, order in self.norms:
-            ids = frozenset(map(id, optimizers))
+            ids = frozenset(optimizers)
             if not any(ids < others for others in found):
                 found = {each: known for each, known in found.items() if not ids & each}
                 found[ids] = norm, order

@@ -161,7 +161,7 @@ class Passes:
         norm: Tensor = self._finder.norm(*given)
         if scale is not None and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
-            self._loss_scale.norms.append((optimizers, norm, order))
+            self._loss_scale.norms.append((tuple(map(id, optimizers)), norm, order))
         return norm
 
     def agree_beside_hooks(self, optimizer: Any, turn: Turn, scale: Tensor | None) -> Flags:
@@ -211,7 +211,8 @@ class Passes:
             rule = highest, None
         norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, limit, order, rule)
         if scale is not None:
-            self._loss_scale.norms.append((optimizers, norm, order))
+            self._loss_scale.norms.append((tuple(map(id, optimizers)), norm, order))
+        self._histories.is_compared |= highest is not None
         if rule is not None:
             for turn in turns:
                 turn.may_spike = True

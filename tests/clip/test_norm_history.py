@@ -340,6 +340,8 @@ def test_hooks_decide_by_a_clip_alone_and_the_scaler_says_so() -> None:
             warnings.simplefilter("always")
             if clips:
                 scaler.clip_grad_norm_(optimizer, 1.0)
+            else:
+                scaler.grad_norm(optimizer)
             scaler.step(optimizer)
             scaler.update()
         assert scaler.skip_reason(optimizer) == ("spike" if clips else None)

@@ -386,6 +386,18 @@ def test_closures(make: Make, keyword: bool) -> None:
         assert_same(seen_of(ours, False), seen_of(hand, False))
 
 
+def test_what_is_no_closure_is_passed_on() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None, times: float = 1.0) -> Any:
+            seen.append((closure, times))
+
+    seen: list[Any] = []
+    optimizer: Any = ampfast.master_weights_(Own([torch.nn.Parameter(torch.ones(3).half())]))
+    optimizer.step(None, 2.0)
+    optimizer.step(3.0)
+    assert seen == [(None, 2.0), (3.0, 1.0)]
+
+
 def test_hooks_run_once_around_a_step_of_any_class() -> None:
     class Own(torch.optim.SGD):
         @torch.no_grad()
