@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampfast.backends import aten, scalars
 from ampfast.backends.core import Clip, norm_layout, state_layout
@@ -184,8 +185,9 @@ def sigmas_limit(rule: Sigmas, norms: list[float]) -> float | None:
     """Returns the limit that follows these norms, or None if they do not fill the window."""
     if len(norms) < rule.window:
         return None
-    there = scalars.allocate(torch.tensor, norms, dtype=torch.float64, device="cpu")
-    return float(aten.sigmas_limit(there, rule.sigmas))
+    with _disable_current_modes():  # the host's own ops, not the device's
+        there = scalars.allocate(torch.tensor, norms, dtype=torch.float64, device="cpu")
+        return float(aten.sigmas_limit(there, rule.sigmas))
 
 
 def skip_limit_of(skip_above: object) -> float | Sigmas | None:

@@ -212,7 +212,8 @@ class Passes:
         norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, limit, order, rule)
         if scale is not None:
             self._loss_scale.norms.append((tuple(map(id, optimizers)), norm, order))
-        self._histories.is_compared |= highest is not None
+        if highest is not None:
+            self._histories.is_compared = True
         if rule is not None:
             for turn in turns:
                 turn.may_spike = True
