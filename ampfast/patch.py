@@ -16,7 +16,7 @@ import torch
 from typing_extensions import Protocol, deprecated
 
 from ampfast.clip import torch_functions
-from ampfast.scaler import grad_scaler, loop_checks
+from ampfast.scaler import grad_scaler
 
 # torch's modules with a scaler class.
 _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "cpu.amp")]
@@ -83,8 +83,7 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
         clip_grad_norm: Whether to replace `clip_grad_norm_`, `get_total_norm` and
             `clip_grads_with_norm_` of `torch.nn.utils`, too, by `functional`'s, under every
             name that modules have for them. Scalers made from then on measure the norm as they
-            unscale. Norms are rounded differently from torch's. In the first iterations a clip of
-            gradients that are still scaled warns.
+            unscale. Norms are rounded differently from torch's.
 
     Returns:
         The replaced names; in `with ampfast.patch(): ...`, the end of the block restores them,
@@ -104,7 +103,6 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             theirs = {name: getattr(torch_functions, f"torch_{name}") for name in _CLIP_NAMES}
             ours = (getattr(torch_functions, f"stand_in_{name}") for name in _CLIP_NAMES)
             _replace(_current, dict(zip(theirs.values(), ours, strict=True)))
-            loop_checks.start(grad_scaler.GradScaler)
         return result
 
 
@@ -133,7 +131,6 @@ def unpatch() -> None:
         for _, namespace in _namespaces():
             for name, ours in _names_of(torchs, namespace):
                 namespace[name] = torchs[ours]
-        loop_checks.stop()
         _current = None
 
 

@@ -15,7 +15,6 @@ import ampfast
 from ampfast import StepGuard
 from ampfast.cli.guarded_steps import GuardedSteps
 from ampfast.cli.scaler_clock import Record, ScalerClock
-from ampfast.scaler import loop_checks
 
 # Scalers that are described.
 _MOST = 4
@@ -88,8 +87,6 @@ def run(
             GuardedSteps(clock, given)
         defaults: Any = ampfast.GradScaler.__init__.__kwdefaults__
         defaults.update(given)
-        if record is None:  # what is compared has no other cost
-            loop_checks.start(ampfast.GradScaler)
     # The first one registered runs last, after a traceback.
     atexit.register(finish)
     sys.argv = [program, *arguments]

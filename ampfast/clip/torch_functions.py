@@ -26,9 +26,6 @@ torch_clip_grads_with_norm_: Any = torch.nn.utils.clip_grads_with_norm_
 
 _USES, _CLIP = [Use.AS_THEY_ARE], Aim.CLIP
 
-# Called with the parameters and the limit of a clip, while the loops of scalers are checked.
-on_clip: Callable[[list[Tensor], Any], None] | None = None
-
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -69,14 +66,11 @@ def clip_grad_norm_(
     norm: Tensor
     if known is None:
         norm = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-    else:
-        finder, found, dtype = known
-        decides = _if_finite(limit, order, dtype) if error_if_nonfinite else limit
-        norm = finder.norm([found], [Turn()], _USES, _CLIP, decides, order, None)
-        norm = norm if norm.dtype is dtype else norm.to(dtype)
-    if on_clip is not None and not torch.compiler.is_compiling():
-        on_clip(listed, max_norm)
-    return norm
+        return norm
+    finder, found, dtype = known
+    decides = _if_finite(limit, order, dtype) if error_if_nonfinite else limit
+    norm = finder.norm([found], [Turn()], _USES, _CLIP, decides, order, None)
+    return norm if norm.dtype is dtype else norm.to(dtype)
 
 
 def get_total_norm(
@@ -158,8 +152,6 @@ def clip_grads_with_norm_(
         clip = Clip(norm.repeat(1, 2), limit, True, torch.empty_like(norm), coefficient)
         backends.choose().kernels_for(device).clip(clip)
         found.run(Pass(True, Factor.NONE, coefficient=coefficient), None, None, False)
-    if on_clip is not None and not torch.compiler.is_compiling():
-        on_clip(listed, max_norm)
 
 
 def _stand_in(ours: Any) -> Any:

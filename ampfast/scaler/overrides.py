@@ -30,14 +30,10 @@ def original_methods(kind: type, *names: str) -> Methods:
 
 
 def replace_method(place: Any, name: str, method: Callable[..., Any]) -> None:
-    """Replaces a method of a class by one that only watches it, which is then no hook.
-
-    Or a function of a module.
-    """
+    """Replaces a method of a class by one that only watches it, which is then no hook."""
     original = vars(place)[name]
     setattr(place, name, method)
-    originals: tuple[Methods, ...] = vars(place).get("_originals", ())
-    for found in originals:
+    for found in vars(place).get("_originals", ()):
         if found.get(name) is original:
             found[name] = method
 
