@@ -11,9 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-# Quotient of the times of torch's two runs up to which times of whole steps are printed.
-_QUIET = 1.05
-
 _NO_SCALER = (
     "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
 )
@@ -155,25 +152,19 @@ def describe(
 def _table(theirs: _Record, ours: _Record, again: _Record) -> list[str]:
     rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
     times, others = theirs["medians"], ours["medians"]
-    twice, noise = [each["medians"].get("step", 0.0) for each in (theirs, again)], []
-    if max(twice) > _QUIET * min(twice):
-        noise.append(
-            f"no times of whole steps: the machine was busy, torch's two runs took {twice[0]:.0f} "
-            f"and {twice[1]:.0f} us a step"
-        )
+    twice = again["medians"].get("step", 0.0)
     for name, title, unit in (
         ("own", "scaler's own time a step, us", ".1f"),
         ("share", "its share of a step", ".2%"),
         ("step", "a whole step, us", ".0f"),
     ):
-        if name in times and name in others and not (noise and name != "own"):
+        if name in times and name in others:
             a, b = times[name], max(others[name], 1e-9)
             word = f"{a / b:.2f}x faster" if a >= b else f"{b / a:.2f}x slower"
-            note = f"(torch's again: {twice[1]:.0f})" if name == "step" else word
+            note = f"(torch's again: {twice:.0f})" if name == "step" else word
             rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note if name != "share" else ""))
     both = (theirs, ours)
     rows.append(("skipped steps", *(f"{side['skipped']} of {side['steps']}" for side in both), ""))
     rows.append(("final scale", *(f"{side['final_scale']:.15g}" for side in both), ""))
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
-    return table + noise
+    return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]

@@ -16,8 +16,6 @@ from ampfast import StepGuard
 from ampfast.cli.guarded_steps import GuardedSteps
 from ampfast.cli.scaler_clock import Record, ScalerClock
 
-# Scalers that are described.
-_MOST = 4
 _NO_SCALER = (
     "the program used no gradient scaler in this process. bfloat16 and float32 need none: with "
     "`run --guard` steps with inf, NaN or a spike of the norm are skipped. float16 needs one: use "
@@ -123,7 +121,7 @@ def _report(clock: ScalerClock, file: str | None, nothing: str, failed: bool) ->
         weights = clock.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
         return
-    for number, one in enumerate(records[:_MOST], start=1):
+    for number, one in enumerate(records, start=1):
         which = f" scaler {number}:" if len(records) > 1 else ""
         print(f"ampfast:{which} {describe(one)}", file=sys.stderr)
         if getattr(one.scaler, "_track", None) is not None:

@@ -161,8 +161,6 @@ def record(losses: list[float], /, own: float = 50.0, **changed: Any) -> dict[st
 
 
 NAN, NINE, FORTY, ONES = float("nan"), [1.0] * 9, [1.0] * 40, [1.0] * 3
-NOISY = record(NINE)
-NOISY["medians"]["step"] = 1400.0
 QUICK, SLOW, EQUAL = record(NINE, own=15.0), record(NINE, own=60.0), "is equal bit for bit."
 SAYS, NO_MORE = "So a difference from ampfast says nothing.", [[0, 1.0], [1, 1.0]]
 LATER, BROKEN = record([*([1.0] * 30), *([2.0] * 10)]), record([*FORTY[:24], *([3.0] * 16)])
@@ -192,7 +190,6 @@ SAID = {
     "ends earlier": Said(record(NINE), record(NINE[1:]), 1, []),
     "no losses": Said(*([record(ONES, losses=[])] * 2), 0, ["losses: none seen"]),
     "slower": Said(QUICK, SLOW, 0, ["4.00x slower", "(torch's again: 1000)"]),
-    "noise": Said(SLOW, QUICK, 0, ["no times of whole steps: ", "took 1000 and 1400 us"], NOISY),
     "faster": Said(SLOW, QUICK, 0, ["4.00x faster"]),
     "last weights": Said(
         record(FORTY),
@@ -222,7 +219,6 @@ def test_what_is_said(name: str, monkeypatch: Any, capsys: Any) -> None:
     for each in texts:
         assert each in words
     assert ("The training DIFFERS" in text) is (code == 1)
-    assert ("a whole step, us" in text) is (name != "noise")
 
 
 def test_options_behind_the_script_are_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
