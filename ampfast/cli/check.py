@@ -125,9 +125,7 @@ def _scaler(kind: Any, device: torch.device, scale: float, **more: Any) -> Any:
     return made
 
 
-def _by_torch(
-    grads: list[Tensor], device: torch.device, scale: float
-) -> tuple[list[Tensor], bool]:
+def _by_torch(grads: list[Tensor], device: torch.device, scale: float) -> tuple[list[Tensor], bool]:
     """What torch's op makes of gradients, and its flag."""
     inverse = torch.tensor(scale, dtype=torch.float64).reciprocal().float().to(device)
     here, flag = [each.to(device, copy=True) for each in grads], torch.zeros(1, device=device)
