@@ -15,6 +15,7 @@ from torch.utils.benchmark import Timer
 
 import ampfast
 from ampfast import backends
+from ampfast.backends.scalars import allocate
 from ampfast.cli import info
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -121,15 +122,16 @@ def _params(optimizer: Any) -> list[Any]:
 
 def _scaler(kind: Any, device: torch.device, scale: float, **more: Any) -> Any:
     made = kind(device.type, init_scale=scale, **more)
-    made.scale(torch.ones((), device=device))
+    made.scale(allocate(torch.ones, (), dtype=torch.float32, device=device))
     return made
 
 
 def _by_torch(grads: list[Tensor], device: torch.device, scale: float) -> tuple[list[Tensor], bool]:
     """What torch's op makes of gradients, and its flag."""
-    inverse = torch.tensor(scale, dtype=torch.float64).reciprocal().float().to(device)
-    here, flag = [each.to(device, copy=True) for each in grads], torch.zeros(1, device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(here, flag, inverse)
+    inverse = allocate(torch.tensor, scale, dtype=torch.float64, device="cpu").reciprocal()
+    here = [each.to(device, copy=True) for each in grads]
+    flag = allocate(torch.zeros, 1, dtype=torch.float32, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(here, flag, inverse.float().to(device))
     return [each.cpu() for each in here], bool(flag)
 
 
@@ -168,11 +170,11 @@ def _trained(device: torch.device, kind: Any) -> tuple[list[float], ...]:
 def _times(device: torch.device, served: list[str]) -> list[str]:
     """Times of an unscaling and of a clip of many tensors, by torch and by each backend."""
     rows = ["us, 100 tensors of 10000 float32 (medians)           unscale  and clip"]
-    grads = [torch.ones(10_000, device=device) for _ in range(100)]
+    one = allocate(torch.ones, 10_000, dtype=torch.float32, device=device)
     for name in ("torch", *served):
         kind: Any = torch.amp.GradScaler if name == "torch" else ampfast.GradScaler
         more = {} if name == "torch" else {"backend": name}
-        scaler, optimizer = _scaler(kind, device, 1.0, **more), _optimizer(grads)
+        scaler, optimizer = _scaler(kind, device, 1.0, **more), _optimizer([one] * 100)
         found = [f"{_time(scaler, optimizer, clips):8.0f}" for clips in (False, True)]
         rows.append(f"  {name:48} {'  '.join(found)}")
     return rows
