@@ -25,16 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "info",
-        help="versions, devices and available backends",
-        description="Prints versions, devices, each backend with the reason where it cannot run, "
-        "and which backend the gradients of each device get, as one JSON object.",
+        help="versions, devices, the backend of each, and why others cannot run, as JSON",
     )
     commands.add_parser(
         "check",
-        help="proof on your machine: is everything equal to torch's?",
-        description="Runs lists of gradients of each dtype through each backend of this machine, "
-        "beside torch's ops, and a small training by both scalers; measures both.",
-        epilog="Exit code: 1 if anything differs.",
+        help="is all equal to torch's on your machine? exit code 1 if anything differs; times",
     )
 
     run = commands.add_parser(

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -34,9 +33,8 @@ def collect() -> dict[str, Any]:
         - ``extension``: the ``torch`` that the compiled core was built for, its
           instruction set (``cpu_capability``) and its CUDA kernels (``cuda_kernels``: "built" or
           "not built").
-        - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``name``,
-          ``properties`` (torch's text), ``backend`` (None on an error) and ``error`` (None without
-          one).
+        - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``properties``
+          (torch's text), ``backend`` (None on an error) and ``error`` (None without one).
         - ``backends``: ``name``, ``available``, ``reason`` ("" if available) and
           ``device_types`` (empty for all) of each.
         - ``AMPFAST_BACKEND``: the environment variable, or None.
@@ -67,19 +65,18 @@ def collect() -> dict[str, Any]:
 
 def _devices() -> list[dict[str, Any]]:
     threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    found: list[dict[str, Any]] = [
-        {"device": "cpu", "name": _cpu_name(), "properties": f"{capability}, {threads} threads"}
-    ]
+    found = {"cpu": f"{capability}, {threads} threads"}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         # Some accelerators have no device properties.
         describe = getattr(torch.get_device_module(accelerator), "get_device_properties", str)
         for index in range(torch.accelerator.device_count()):
             device = f"{accelerator.type}:{index}"
-            properties = describe(torch.device(device))
-            name = getattr(properties, "name", accelerator.type)
-            found.append({"device": device, "name": name, "properties": str(properties)})
-    return [{**each, **_backend(torch.device(each["device"]))} for each in found]
+            found[device] = str(describe(torch.device(device)))
+    return [
+        {"device": device, "properties": properties, **_backend(torch.device(device))}
+        for device, properties in found.items()
+    ]
 
 
 def _backend(device: torch.device) -> dict[str, str | None]:
@@ -88,14 +85,6 @@ def _backend(device: torch.device) -> dict[str, str | None]:
         return {"backend": backends.default_for(device), "error": None}
     except (ValueError, RuntimeError) as problem:
         return {"backend": None, "error": str(problem)}
-
-
-def _cpu_name() -> str:
-    # platform.processor() is empty on many Linux systems, and /proc/cpuinfo has no name on arm64.
-    names = []
-    with suppress(OSError), open("/proc/cpuinfo") as lines:
-        names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def _triton_version() -> str | None:

@@ -19,7 +19,7 @@ KINDS = {
     "backends": list,
     "AMPFAST_BACKEND": str | None,
 }
-CPU = ("device", "name", "properties", "backend", "error")
+CPU = ("device", "properties", "backend", "error")
 
 
 def test_structure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,7 @@ def test_accelerators_are_listed(described: bool, monkeypatch: pytest.MonkeyPatc
     facts = info.collect()
     assert [device["device"] for device in facts["devices"]] == ["cpu", "cuda:0", "cuda:1"]
     card = facts["devices"][2]
-    expected = ("Some Card", str(properties)) if described else ("cuda", "cuda:1")
-    assert (card["name"], card["properties"]) == expected
+    assert card["properties"] == (str(properties) if described else "cuda:1")
     assert card["backend"] == "for cuda:1"
 
 
