@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
     Flags = dict[torch.device, Tensor]
 
@@ -67,10 +66,9 @@ class Layout:
         """
         if self.mesh.get_coordinate() is None:
             return True
-        if not is_own_group and ranks[0] not in self.mesh.mesh:
-            root = _root_of(self.mesh)
-            if root is None or root.size() > self.mesh.size():
-                return False
+        is_slice = self.mesh._get_root_mesh().size() > self.mesh.size()
+        if is_slice and not is_own_group and ranks[0] not in self.mesh.mesh:
+            return False
         unsharded = [dim for dim in range(self.mesh.ndim) if dim not in self.sharded]
         alike = _ranks_along(self.mesh, unsharded)
         return dist.get_rank() == next(rank for rank in alike if rank in ranks)
@@ -137,12 +135,6 @@ class LocalShards:
             agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
 
-def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
-    unreplicated = tuple(dim for dim, each in enumerate(placements) if not each.is_replicate())
-    sharded = tuple(dim for dim in unreplicated if not placements[dim].is_partial())
-    return Layout(mesh, unreplicated, sharded)
-
-
 class Group:
     """Process group; a foreign one, unknown to torch.distributed, by rank(), size(), allreduce().
 
@@ -179,8 +171,7 @@ class Group:
         there, types = tensor, self._types
         if types and tensor.device.type not in types:
             # A group of gloo names CUDA, too, where there is none.
-            here = [each for each in types if each != "cuda" or torch.cuda.is_available()] or types
-            there = tensor.to("cuda" if "cuda" in here else here[0])
+            there = tensor.to("cpu" if "cpu" in types else types[0])
         # torch's function of this name takes as long to get here as a small collective does.
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, False
@@ -409,7 +400,9 @@ class Ranks:
         # The layout keeps its mesh alive, and so also its id.
         key = (id(mesh), placements)
         if key not in self._layouts:
-            self._layouts[key] = _new_layout(mesh, placements)
+            apart = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+            sharded = [dim for dim in apart if not placements[dim].is_partial()]
+            self._layouts[key] = Layout(mesh, tuple(apart), tuple(sharded))
         return self._layouts[key]
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
@@ -541,11 +534,5 @@ def _without_subsets(groups: list[Group]) -> list[Group]:
 
 def _sort_key(mesh: DeviceMesh) -> tuple[list[int], tuple[str, ...], list[int]]:
     """Order of meshes: slices of one mesh together, by the names of their dimensions."""
-    root = _root_of(mesh) or mesh
+    root = mesh._get_root_mesh()
     return root.mesh.flatten().tolist(), mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
-
-
-def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Root of a mesh slice, or the mesh itself; None if torch keeps no root."""
-    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
-    return root
