@@ -31,7 +31,7 @@ from ampfast.scaler.fused_step import step_fused
 from ampfast.scaler.history import History, ScalerStats
 from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
-from ampfast.scaler.overrides import Methods, original_methods, step_hooked, torchs_step
+from ampfast.scaler.overrides import Methods, original_methods
 from ampfast.scaler.passes import Passes
 from ampfast.scaler.reports import Reports, reason_of
 from ampfast.scaler.skip_log import SkipLog
@@ -345,32 +345,36 @@ class GradScaler(TorchGradScaler):
             ValueError: As `unscale_`.
         """
         overridden = overrides(self, _HOOKS)
-        if not self._enabled or "closure" in kwargs:
-            return torchs_step(self, optimizer, args, kwargs)
+        turn: Any = {}
         result: float | None
-        scale = self._scale
-        if scale is None or self._growth_tracker is None:
-            if overridden and not self._is_guard:
-                return torchs_step(self, optimizer, args, kwargs)
-            scale = self._checked_scale("step", optimizer)
-        turn, passes = turn_of(self._records, self._per_optimizer_states, optimizer), self._passes
-        if turn["stage"] is STEPPED:
-            raise out_of_turn.stepped("step() has already been called since the last update().")
-        if turn.agreement is not None and turn["stage"] is not READY:
-            passes.agree(turn)  # retries a collective that failed
-        if turn.is_late:
-            late_backward.warn(self, optimizer, turn)
         try:
-            if overridden:
-                result = step_hooked(self, optimizer, turn, args, kwargs)
+            if not self._enabled or "closure" in kwargs:
+                return TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            scale, by = self._scale, divides_by(self._records, optimizer)
+            # Else torch's step asks for it.
+            asks = overridden and by != "grad_scale"
+            if scale is None or self._growth_tracker is None or asks:
+                scale = self._checked_scale("step", optimizer)
+            turn = turn_of(self._records, self._per_optimizer_states, optimizer)
+            passes = self._passes
+            if turn["stage"] is STEPPED:
+                raise out_of_turn.stepped("step() has already been called since the last update().")
+            if turn.agreement is not None and turn["stage"] is not READY:
+                passes.agree(turn)  # retries a collective that failed
+            if turn.is_late:
+                late_backward.warn(self, optimizer, turn)
+            if overridden and by == "grad_scale":
+                result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
             # One that was to divide still has scaled gradients.
-            elif (by := divides_by(self._records, optimizer)) or turn.divisor is not None:
+            elif by or turn.divisor is not None:
                 result = step_fused(self, passes, optimizer, turn, scale, by, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
                     cuda_graphs.require_skippable(optimizer)
-                if turn["stage"] is READY:
+                if turn["stage"] is READY and overridden:
+                    self.unscale_(optimizer)
+                elif turn["stage"] is READY:
                     passes.unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
                     flag = flag_unchecked(optimizer, scale.device, self._is_guard)
@@ -378,7 +382,7 @@ class GradScaler(TorchGradScaler):
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")
-            if turn["stage"] is UNSCALED and not turn["found_inf_per_device"]:
+            if turn.get("stage") is UNSCALED and not turn["found_inf_per_device"]:
                 add_note(error, why_unchecked(optimizer))  # torch's fused optimizers fail then
             raise
         turn["stage"] = STEPPED

@@ -7,10 +7,6 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from ampfast.backends.core import divides_by
-from ampfast.gradients import READY, TorchGradScaler, Turn
-from ampfast.optim.fused_support import explain, legacy_step, no_inf_checks
-
 Methods = dict[str, Callable[..., Any] | None]
 
 
@@ -36,38 +32,3 @@ def replace_method(place: Any, name: str, method: Callable[..., Any]) -> None:
     for found in vars(place).get("_originals", ()):
         if found.get(name) is original:
             found[name] = method
-
-
-def torchs_step(
-    scaler: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float | None:
-    """Steps as torch's scaler, which calls the hooks of its own."""
-    try:
-        result: float | None = TorchGradScaler.step(scaler, optimizer, *args, **kwargs)
-    except AttributeError as error:
-        explain(error, optimizer, "step")
-        raise
-    return result
-
-
-def step_hooked(
-    scaler: Any, optimizer: Any, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float | None:
-    """torch's `step` where a subclass or an instance overrides one of the hooks.
-
-    Except for an optimizer that torch would misjudge, or warn of at a line of this file.
-    """
-    asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-    by = divides_by(scaler._records, optimizer) if asks else None
-    if not asks or by == "grad_scale":
-        return torchs_step(scaler, optimizer, args, kwargs)
-    scaler._check_scale_growth_tracker("step")
-    if by == "grad_scaler":
-        return legacy_step(optimizer, scaler, args, kwargs)
-    # A wrapper of one that divides is stepped as a plain optimizer.
-    if turn["stage"] is READY:
-        scaler.unscale_(optimizer)
-    if not turn["found_inf_per_device"]:
-        raise no_inf_checks(optimizer)
-    result: float | None = scaler._maybe_opt_step(optimizer, turn, *args, **kwargs)
-    return result
