@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -94,13 +94,6 @@ class Records:
     def __init__(self) -> None:
         self.known: dict[int, Record] = {}
 
-    def __iter__(self) -> Iterator[tuple[Any, Record]]:
-        """Iterates over living optimizers and their records, in order of their first turn."""
-        for record in list(self.known.values()):
-            optimizer = record.optimizer()
-            if optimizer is not None:
-                yield optimizer, record
-
     def get(self, optimizer: object) -> Record | None:
         """Returns the record of an optimizer, or of that in a trainer's, if it had a turn."""
         inner = getattr(optimizer, "optimizer", None)
@@ -123,8 +116,8 @@ class Records:
         return flags
 
     def in_iteration(self, turns: dict[int, dict[str, Any]]) -> list[tuple[Any, Turn]]:
-        """Returns the optimizers that have these turns, and their turns."""
-        known = ((optimizer, record.turn) for optimizer, record in self)
+        """Returns the living optimizers that have these turns, and their turns."""
+        known = [(record.optimizer(), record.turn) for record in list(self.known.values())]
         return [(each, turn) for each, turn in known if turns.get(id(each)) is turn]
 
     def of(self, optimizer: Any) -> Record:
@@ -142,11 +135,6 @@ class Records:
 def new_turn() -> Turn:
     """Returns the turn of an optimizer that did nothing yet."""
     return Turn(stage=READY, found_inf_per_device={})
-
-
-def is_unscaled(turn: dict[str, Any]) -> bool:
-    """Whether a turn's gradients are no longer scaled, as with a deferred clip they are."""
-    return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
 
 
 def grads_of(params: Iterable[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from ampfast.backends.core import Factor, Pass, flag_of
 from ampfast.backends.cuda_graphs import refuse_capture
 from ampfast.gradients import READY, UNSCALED, Turn, new_turn
 from ampfast.optim.fused_support import lacks_momentum, legacy_step, own_grad_scale
-from ampfast.scaler.passes import Passes, begin, joint_flags
+from ampfast.scaler.passes import Passes, joint_flags
 
 
 def step_fused(
@@ -49,7 +49,8 @@ def step_fused(
         if grad_scale is not None and not isinstance(error, Exception):
             # The kernels may have divided gradients before the interrupt. Nothing tells whether an
             # error came before them, as from a hook, so that the step may be repeated, or after.
-            begin(turn)
+            skip = scalars.allocate(torch.ones, (), dtype=torch.float32, device="cpu")
+            turn["found_inf_per_device"], turn["stage"] = {skip.device: skip}, UNSCALED
             turn.divisor = None
         raise
     finally:

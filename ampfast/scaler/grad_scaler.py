@@ -183,8 +183,6 @@ class GradScaler(TorchGradScaler):
             enabled=enabled,
             **self._base_arguments,
         )
-        if self._enabled:
-            self._per_optimizer_states = defaultdict(new_turn)
         self.process_group = process_group
         self._backend = backend
         self._allow_fp16 = allow_fp16
@@ -772,10 +770,6 @@ class GradScaler(TorchGradScaler):
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
         state["_skip_watch"] = copy.deepcopy(self._skip_watch)
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of torch before 2.3 has no device.
-        super().__setstate__({"_device": "cuda", **state})
 
     # torch's private methods, which subclasses override and other projects call.
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use
-from ampfast.backends.scalars import allocate, inverse, joint_flag
+from ampfast.backends.scalars import inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
-from ampfast.gradients import READY, UNSCALED, Flags, Turn, is_unscaled, new_turn
+from ampfast.gradients import READY, UNSCALED, Flags, Turn, new_turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +54,13 @@ class Passes:
         finder.has_group, finder.keeps_norms = not self._is_alone, keeps_norms
         finder.allow_fp16 = scaler._allow_fp16
 
-    def _take_scale(self, scale: Tensor) -> None:
-        """Makes the passes of a scale."""
+    def _know(self, scale: Tensor | None) -> None:
+        """Makes the passes of a scale, unless they are known; None if the scaler is disabled."""
+        if scale is None:
+            # It needs no process group.
+            self._finder.has_group = not self._is_alone and dist.is_initialized()
+        if scale is None or self._scale is scale:
+            return
         divisor = scale.detach().float()
         how, factor = Factor.TIMES_RECIPROCAL, scale
         if scale.dtype is not torch.float32:
@@ -69,18 +74,10 @@ class Passes:
         # The factors of another scale are copies.
         self._scale = scale if scale.dtype is torch.float32 else None
 
-    def _know(self, scale: Tensor | None) -> None:
-        """Makes the passes of a scale, unless they are known; None if the scaler is disabled."""
-        if scale is None:
-            # It needs no process group.
-            self._finder.has_group = not self._is_alone and dist.is_initialized()
-        elif self._scale is not scale:
-            self._take_scale(scale)
-
     def unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
         """Unscales an optimizer's gradients, whose turn gets flags on which all ranks agree."""
         if self._scale is not scale:
-            self._take_scale(scale)
+            self._know(scale)
         if self.measures:
             self._norm([optimizer], [turn], _SCALED, self._skip_above, scale)
             return
@@ -101,7 +98,7 @@ class Passes:
             scale: The scale, times that of the optimizer if it has one.
         """
         if self._scale is not scale:
-            self._take_scale(scale)
+            self._know(scale)
         if self.measures and not turn.is_measured:
             self._norm([optimizer], [turn], _DEFERRED, self._skip_above, scale)
             # As nothing was written, a step that raises may be repeated, and checks again.
@@ -154,8 +151,9 @@ class Passes:
     ) -> Tensor:
         """Returns the joint norm of gradients, which stay as they are."""
         self._know(scale)
-        is_scaled = [scale is not None and not is_unscaled(turn) for turn in turns]
-        uses = [Use.SCALED if scaled else Use.AS_THEY_ARE for scaled in is_scaled]
+        # After a deferred clip gradients are still scaled.
+        done = [t["stage"] is UNSCALED and getattr(t, "divisor", None) is None for t in turns]
+        uses = [Use.AS_THEY_ARE if scale is None or each else Use.SCALED for each in done]
         unmarked = [new_turn() for _ in optimizers]
         given = (optimizers, unmarked, uses, _MEASURE, math.inf, order, None)
         norm: Tensor = self._finder.norm(*given)
@@ -236,9 +234,3 @@ def joint_flags(before: Flags, flags: Flags) -> Flags:
     for device, flag in before.items():
         joint[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
     return joint
-
-
-def begin(turn: Turn) -> None:
-    """Marks an optimizer as unscaled with a flag that says "skip", as the core before a write."""
-    flag = allocate(torch.ones, (), dtype=torch.float32, device="cpu")
-    turn["found_inf_per_device"], turn["stage"] = {flag.device: flag}, UNSCALED

@@ -25,15 +25,8 @@ from torch import Tensor
 from ampfast import _C, backends
 from ampfast.backends import aten, core, cpu
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
-from ampfast.scaler import grad_scaler, passes
 
 _INFINITE = 0x7FF0000000000000
-
-
-def read_flags_as_on_a_gpu(monkeypatch: Any, names: Any) -> None:
-    """By an op; `names` decorates what the host does before a step in its own memory."""
-    monkeypatch.setattr(passes, "begin", names(passes.begin))
-    monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
 
 
 def serve_by(kernels: Any, monkeypatch: Any) -> None:
