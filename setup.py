@@ -199,7 +199,7 @@ def units() -> list[str]:
     torch's headers take most of the time of a compilation, and two processes use two cores.
     """
     device = found("device_*.cpp", "cuda/bindings.cpp")
-    alone = found("cpu/instruction_set.cpp", "cuda/driver.cpp", "cuda/kernels.cpp")
+    alone = found("cpu/instruction_set.cpp", "cuda/kernels.cpp")
     host = [file for file in found("**/*.cpp") if file not in device + alone]
     folder = Path(__file__).parent / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,72 @@
-// Launches of the CUDA kernels through the driver.
+// Launches of the CUDA kernels through CUDA's driver, which is looked for at run time, so that the
+// core is built without CUDA.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <iterator>
 #include <map>
 #include <stdexcept>
 #include <string>
 
-#include "driver.h"
 #include "multi_tensor.h"
-
-#define AMPFAST_CALL(FUNCTION, ...) require(driver().FUNCTION(__VA_ARGS__), #FUNCTION)
 
 namespace ampfast::cuda {
 
+// Of CUDA's headers: results and attributes are numbers, all handles but a device's are pointers.
+constexpr int kSuccess = 0;
+constexpr int kMultiprocessorCount = 16;
+
+int cuInit(unsigned int flags);
+int cuGetErrorName(int result, const char** name);
+int cuGetErrorString(int result, const char** text);
+int cuDeviceGet(int* device, int ordinal);
+int cuDeviceGetAttribute(int* value, int attribute, int device);
+int cuDevicePrimaryCtxRetain(void** context, int device);
+int cuCtxGetCurrent(void** context);
+int cuCtxSetCurrent(void* context);
+int cuModuleLoadData(void** module, const void* image);
+int cuModuleGetFunction(void** function, void* module, const char* name);
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* function, int threads,
+                                                size_t shared_bytes);
+int cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                   unsigned int block_x, unsigned int block_y, unsigned int block_z,
+                   unsigned int shared_bytes, void* stream, void** arguments, void** extra);
+
 namespace {
+
+// A function of the driver, which is asked for once. Throws where there is none, and says why.
+void* found(const char* name) {
+  void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (library == nullptr) {
+    throw std::runtime_error(std::string("ampfast: no driver of CUDA: ") + dlerror());
+  }
+  void* function = dlsym(library, name);
+  if (function == nullptr) {
+    throw std::runtime_error(std::string("ampfast: CUDA's driver has no ") + name);
+  }
+  return function;
+}
+
+#define AMPFAST_FOUND(FUNCTION)                                                           \
+  [] {                                                                                    \
+    static const auto function = reinterpret_cast<decltype(&FUNCTION)>(found(#FUNCTION)); \
+    return function;                                                                      \
+  }()
+#define AMPFAST_CALL(FUNCTION, ...) require(AMPFAST_FOUND(FUNCTION)(__VA_ARGS__), #FUNCTION)
+
+// Throws with name and text of a result of `call` that is not kSuccess.
+void require(int result, const char* call) {
+  if (result == kSuccess) {
+    return;
+  }
+  const char* name = nullptr;
+  const char* text = nullptr;
+  AMPFAST_FOUND(cuGetErrorName)(result, &name);
+  AMPFAST_FOUND(cuGetErrorString)(result, &text);
+  throw std::runtime_error(std::string("ampfast: ") + call + ": " +
+                           (name != nullptr ? name : std::to_string(result)) + ": " +
+                           (text != nullptr ? text : "unknown to the driver"));
+}
 
 // The order is that of Kind, and below that of Dtype.
 constexpr const char* kKindNames[kKinds] = {"check",        "check_norm", "unscale",
@@ -47,18 +101,6 @@ void enter(void* context) {
   AMPFAST_CALL(cuCtxGetCurrent, &current);
   if (current == nullptr) {
     AMPFAST_CALL(cuCtxSetCurrent, context);
-  }
-}
-
-// Throws if a kernel takes another argument than this core passes, if the driver says so.
-void require_layout(void* function, const std::string& name, size_t bytes) {
-  size_t offset = 0;
-  size_t size = 0;
-  if (driver().cuFuncGetParamInfo != nullptr &&
-      driver().cuFuncGetParamInfo(function, 0, &offset, &size) == kSuccess && size != bytes) {
-    throw std::runtime_error(
-        "ampfast: the CUDA kernels are of another build than the core: " + name + " takes " +
-        std::to_string(size) + " bytes, not " + std::to_string(bytes));
   }
 }
 
@@ -98,10 +140,9 @@ void load_kernels(int device, const char* image) {
   enter(context);
   void* module = nullptr;
   AMPFAST_CALL(cuModuleLoadData, &module, image);
-  const auto get = [&](const std::string& name, size_t bytes, int threads) {
+  const auto get = [&](const std::string& name, int threads) {
     Kernel kernel{context};
     AMPFAST_CALL(cuModuleGetFunction, &kernel.function, module, name.c_str());
-    require_layout(kernel.function, name, bytes);
     int of_each = 0;
     AMPFAST_CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor, &of_each, kernel.function, threads,
                  0);
@@ -112,11 +153,11 @@ void load_kernels(int device, const char* image) {
   for (int table = 0; table < kTables; ++table) {
     for (int kind = 0; kind < kKinds; ++kind) {
       const std::string name = std::string(kKindNames[kind]) + "_" + kTableNames[table];
-      kernels.over_tables[table][kind] = get("ampfast_" + name, sizeof(Launch), kThreads);
+      kernels.over_tables[table][kind] = get("ampfast_" + name, kThreads);
     }
   }
-  kernels.update_scale = get("ampfast_update_scale", sizeof(UpdateAlone), 1);
-  kernels.clip_coefficient = get("ampfast_clip_coefficient", sizeof(Clip), 1);
+  kernels.update_scale = get("ampfast_update_scale", 1);
+  kernels.clip_coefficient = get("ampfast_clip_coefficient", 1);
   loaded()[device] = kernels;
 }
 

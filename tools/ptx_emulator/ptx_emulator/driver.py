@@ -71,9 +71,7 @@ class Driver:
     def add_kernel(self, name: str, *sizes: int) -> None:
         """Adds a kernel by the bytes of its parameters; from then on others are not found."""
         self._sizes[name] = sizes
-        self._library.ptx_emulator_add_kernel(
-            name.encode(), (ctypes.c_size_t * len(sizes))(*sizes), len(sizes)
-        )
+        self._library.ptx_emulator_add_kernel(name.encode())
 
     def launch_by(self, launcher: Any) -> None:
         """Hands launches to a function with the arguments of `Launcher`; None: to nothing."""

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
-#include <vector>
 
 namespace {
 
@@ -19,16 +19,10 @@ constexpr int kNotSupported = 801;
 using Launcher = const char* (*)(const char* kernel, const unsigned int* sizes, size_t shared_bytes,
                                  void** arguments, void* stream);
 
-struct Function {
-  std::string name;
-  std::vector<size_t> parameters;  // bytes of each, where they are known
-  bool is_known = false;
-};
-
-Launcher launcher = nullptr;  // without one launches do nothing
-std::map<std::string, Function> functions;
-bool knows_all = false;  // whether there are no functions but those that were added
-std::string message;     // of the last failed launch
+Launcher launcher = nullptr;      // without one launches do nothing
+std::set<std::string> functions;  // whose handles are their names
+bool knows_all = false;           // whether there are no functions but those that were added
+std::string message;              // of the last failed launch
 char anything[64];
 thread_local void* current_context = nullptr;
 
@@ -70,8 +64,8 @@ extern "C" {
 void ptx_emulator_set_launcher(Launcher given) { launcher = given; }
 
 // Adds a kernel; from then on there are none that were not added.
-void ptx_emulator_add_kernel(const char* name, const size_t* parameters, size_t count) {
-  functions[name] = {name, {parameters, parameters + count}, true};
+void ptx_emulator_add_kernel(const char* name) {
+  functions.insert(name);
   knows_all = true;
 }
 
@@ -121,25 +115,9 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   if (knows_all && functions.count(name) == 0) {
     return kNotFound;
   }
-  Function& found = functions[name];
-  found.name = name;
-  *function = &found;
+  *function = const_cast<std::string*>(&*functions.insert(name).first);
   return 0;
 }
-int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
-  COUNT()
-  const auto& [name, parameters, is_known] = *static_cast<const Function*>(function);
-  if (!is_known) {
-    return kNotSupported;
-  }
-  if (index >= parameters.size()) {
-    return kInvalidValue;
-  }
-  *offset = 0;  // of the first, which is all that is asked for
-  *size = parameters[index];
-  return 0;
-}
-
 int cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                    unsigned int block_x, unsigned int block_y, unsigned int block_z,
                    unsigned int shared_bytes, void* stream, void** arguments, void**) {
@@ -148,7 +126,7 @@ int cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y, uns
     return 0;
   }
   const unsigned int sizes[] = {grid_x, grid_y, grid_z, block_x, block_y, block_z};
-  const auto& name = static_cast<const Function*>(function)->name;
+  const auto& name = *static_cast<const std::string*>(function);
   const char* error = launcher(name.c_str(), sizes, shared_bytes, arguments, stream);
   if (error == nullptr) {
     return 0;
