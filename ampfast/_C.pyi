@@ -140,7 +140,7 @@ class Pass:
             and the bits of a float64 to which a pass with sums adds the sum of squares. Or None.
         now: int64 whose first element is the number of completed steps; None without marks.
         factor_copy: 0-dim float32 that gets the factor, or None.
-        ending: What the last program of the pass does besides (`gpu.Ending`), or None.
+        ending: An update of the scale by the last program of the pass, or None.
         clip: A clipping that a pass with `sums` decides at its end; the pass gives it these sums
             and, if it has a `skip_above`, its flag. Or None; kernels know it, torch's ops do not.
     """
@@ -155,7 +155,7 @@ class Pass:
     marks: Tensor | None
     now: Tensor | None
     factor_copy: Tensor | None
-    ending: Any
+    ending: Update | None
     clip: Clip | None
     # Takes the fields in this order, or by name; what is not given is None, or as a new flag.
     def __init__(self, *fields: Any, **named: Any) -> None: ...
@@ -207,6 +207,7 @@ class Update:
         state: Counters, history and limits: int64 words, laid out as `state_layout`. Without it
             the rule is torch's.
         norm: One-element float32, the norm of the gradients for the state.
+        applied: Whether a pass did it as its ending.
     """
 
     scale: Tensor
@@ -217,6 +218,7 @@ class Update:
     growth_interval: int
     state: Tensor | None
     norm: Tensor | None
+    applied: bool
     def __init__(self, *fields: Any, **named: Any) -> None: ...
     def replaced(self, **fields: Any) -> Update: ...
 

@@ -15,12 +15,11 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast.backends import aten, core
 from ampfast.backends.aten import TensorList
-from ampfast.backends.core import Factor, Pass
+from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.scalars import moved, new_flag
 from ampfast.errors import add_note, warn_caller
 
 if TYPE_CHECKING:
-    from ampfast.backends.gpu import Ending
     from ampfast.distributed import Agreement, LocalShards
 
 # torch's own class, before patch() gives its name to another.
@@ -54,7 +53,7 @@ class Turn(dict[str, Any]):
     last_flags: Flags | None = None
     agreement: Agreement | None = None
     divisor: Tensor | None = None
-    ending: Ending | None = None
+    ending: Update | None = None
     grad_scale: Tensor | None = None
     may_spike = False
     is_measured = False

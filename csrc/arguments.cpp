@@ -53,7 +53,7 @@ Marks marks_of(const Pass& pass, at::Device device) {
   }
   TORCH_CHECK_TYPE(pass.now.defined(), "a pass with marks needs the number of steps");
   const int64_t parameters = pass.marks.dim() == 2 ? pass.marks.size(0) : 0;
-  return {data_of<int64_t>(pass.marks, "marks", device, parameters * kMarkWords), parameters,
+  return {data_of<int64_t>(pass.marks, "marks", device, parameters * kMarkWords),
           data_of<int64_t>(pass.now, "steps", device, std::max<int64_t>(pass.now.numel(), 1))};
 }
 
@@ -245,6 +245,7 @@ void bind_arguments(py::module_& m) {
       .value("growth_interval", &UpdateObject::growth_interval)
       .tensor("state", &UpdateObject::state)
       .tensor("norm", &UpdateObject::norm)
+      .value("applied", &UpdateObject::applied)
       .end();
 }
 

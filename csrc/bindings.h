@@ -95,27 +95,28 @@ struct ClipObject {
   void take(const at::Tensor& its_sums, const at::Tensor& flag);
 };
 
-struct Pass {
-  bool write = false;
-  Factor how = Factor::kNone;
-  at::Tensor factor, found_inf;
-  bool accumulate = true;
-  at::Tensor coefficient, sums, marks, now, factor_copy;
-  py::object ending = py::none();
-  std::shared_ptr<ClipObject> clip;  // decided at the end of a pass with sums
-};
-
 struct UpdateObject {
   at::Tensor scale, growth_tracker;
   py::object found_infs = py::none();  // a list or tuple of tensors
   py::object growth_factor = py::none(), backoff_factor = py::none();
   py::object growth_interval = py::none();
   at::Tensor state, norm;
+  bool applied = false;  // as the ending of a pass
 
   // The update, without its flags; nothing where the kernels do not know its tensors, the flags
   // among them, and its numbers exactly.
   std::optional<Update> known() const;
   std::vector<at::Tensor> flags() const;
+};
+
+struct Pass {
+  bool write = false;
+  Factor how = Factor::kNone;
+  at::Tensor factor, found_inf;
+  bool accumulate = true;
+  at::Tensor coefficient, sums, marks, now, factor_copy;
+  std::shared_ptr<UpdateObject> ending;  // done by the last program of the pass
+  std::shared_ptr<ClipObject> clip;      // decided at the end of a pass with sums
 };
 
 Marks marks_of(const Pass& pass, at::Device device);

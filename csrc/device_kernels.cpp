@@ -2,7 +2,6 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include <array>
 #include <mutex>
 
 #include "device_table.h"
@@ -23,19 +22,6 @@ void require_pass(const GradList& list, const Pass& pass) {
   TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
   TORCH_CHECK(sums || !pass.clip, "a pass that decides a clipping needs sums");
 }
-
-// Makes a device and its current stream current.
-class OnDevice {
- public:
-  explicit OnDevice(at::Device device) {
-    if (!device.is_cpu()) {
-      guard_.reset_device(device);
-    }
-  }
-
- private:
-  c10::OptionalDeviceGuard guard_;
-};
 
 bool is_capturing(PyObject* launcher) {
   return py::handle(launcher).attr("is_capturing")().cast<bool>();
@@ -105,21 +91,19 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
     }
     return pass.found_inf;
   }
-  const OnDevice here(list.device());
-  const py::object ending = pass.ending;
+  const c10::DeviceGuard here(list.device());
+  const std::shared_ptr<UpdateObject> ending = pass.ending;
   const at::Tensor flag = pass.found_inf;
   launch(launcher, list, py::cast(std::make_shared<Pass>(std::move(pass))));
-  if (!ending.is_none()) {
-    ending.attr("applied") = true;
-    const py::object update = ending.attr("update");
-    // As torch's op.
-    object_of<UpdateObject>(update.ptr()).scale.unsafeGetTensorImpl()->bump_version();
+  if (ending) {
+    ending->applied = true;
+    ending->scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   }
   return flag;
 }
 
 void clip_on(PyObject* launcher, const std::shared_ptr<ClipObject>& clip) {
-  const OnDevice here(clip->sums.device());
+  const c10::DeviceGuard here(clip->sums.device());
   py::handle(launcher).attr("clip_coefficient")(clip);
 }
 
@@ -143,7 +127,7 @@ PyObject* call_clip_on(PyObject* const* args) {
 PyObject* update_on(PyObject* const* args) {
   constexpr size_t kMostFlags = 4;  // of one launch
   const auto& update = object_of<UpdateObject>(args[1]);
-  if (!update.known()) {
+  if (!update.known() || py::len(update.found_infs) == 0) {
     return nullptr;
   }
   py::object given = py::reinterpret_borrow<py::object>(args[1]);
@@ -153,72 +137,53 @@ PyObject* update_on(PyObject* const* args) {
     joined->found_infs = py::make_tuple(join(update.found_infs, update.scale.device()));
     given = py::cast(joined);
   }
-  const OnDevice here(update.scale.device());
+  const c10::DeviceGuard here(update.scale.device());
   py::handle(args[0]).attr("update_scale")(given);
   update.scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
 }
 
-// Arguments of a kernel of Triton's, with addresses for tensors or, where that compiles it first,
-// with the tensors.
-class Arguments {
- public:
-  // One that is undefined is None. Held until the launch is made.
-  void add(const at::Tensor& tensor) {
-    nones_ |= static_cast<uint64_t>(!tensor.defined()) << count_;
-    values_[count_++].tensor = tensor;
-  }
-  void add(PyObject* value) { values_[count_++].object = value; }
-  template <class T>
-  void add_number(T value) {
-    owned_.emplace_back(py::cast(value));
-    add(owned_.back().ptr());
-  }
+// An argument of a kernel of Triton's; an undefined tensor is None.
+struct Argument {
+  Argument(const at::Tensor& tensor) : tensor(&tensor) {}
+  Argument(at::Tensor&&) = delete;  // it must live until the launch is made
+  Argument(py::object object) : object(std::move(object)) {}
 
-  // Which of the tensors are missing: that is compiled in.
-  uint64_t nones() const { return nones_; }
-
-  py::tuple made(bool with_addresses) const {
-    py::tuple all(count_);
-    for (size_t i = 0; i < count_; ++i) {
-      const Value& value = values_[i];
-      PyObject* object = value.object;
-      if (object != nullptr) {
-        Py_INCREF(object);
-      } else if (value.tensor.defined() && with_addresses) {
-        object = PyLong_FromVoidPtr(value.tensor.data_ptr());
-      } else {
-        object = THPVariable_Wrap(value.tensor);
-      }
-      if (object == nullptr) {
-        throw py::error_already_set();
-      }
-      PyTuple_SET_ITEM(all.ptr(), i, object);
-    }
-    return all;
-  }
-
- private:
-  struct Value {
-    at::Tensor tensor;
-    PyObject* object = nullptr;
-  };
-  std::array<Value, 32> values_;
-  std::vector<py::object> owned_;
-  size_t count_ = 0;
-  uint64_t nones_ = 0;
+  const at::Tensor* tensor = nullptr;
+  py::object object;
 };
+using Arguments = std::initializer_list<Argument>;
+
+// With addresses for tensors or, where that compiles the kernel first, with the tensors.
+py::tuple made(Arguments arguments, bool with_addresses) {
+  py::tuple all(arguments.size());
+  Py_ssize_t place = 0;
+  for (const auto& [tensor, object] : arguments) {
+    py::object value = object;
+    if (tensor != nullptr && tensor->defined() && with_addresses) {
+      value = py::int_(reinterpret_cast<uintptr_t>(tensor->data_ptr()));
+    } else if (tensor != nullptr) {
+      value = wrapped(*tensor);
+    }
+    PyTuple_SET_ITEM(all.ptr(), place++, value.release().ptr());
+  }
+  return all;
+}
 
 // Launches a variant of a kernel: the first time as `module._first`, which compiles it, then as
 // that has left it in `module._launched`.
 template <class Switches>
 void launch_variant(PyObject* module, const char* name, uint64_t key, at::Device device,
-                    int64_t chunks, const Arguments& arguments, const Switches& switches) {
+                    int64_t chunks, Arguments arguments, const Switches& switches) {
+  for (const auto& [tensor, object] : arguments) {
+    // Which of the tensors are missing is compiled in.
+    key = key << 1 | static_cast<uint64_t>(tensor != nullptr && !tensor->defined());
+  }
   const py::int_ number(key << 8 | static_cast<uint8_t>(device.index() + 1));
   const py::object launched = py::handle(module).attr("_launched");
   PyObject* known = PyDict_GetItemWithError(launched.ptr(), number.ptr());
   if (known == nullptr) {
-    py::handle(module).attr("_first")(number, name, device, chunks, arguments.made(false),
+    py::handle(module).attr("_first")(number, name, device, chunks, made(arguments, false),
                                       switches());
     return;
   }
@@ -226,91 +191,63 @@ void launch_variant(PyObject* module, const char* name, uint64_t key, at::Device
   const bool takes_addresses = PyTuple_GET_ITEM(known, 2) == Py_True;
   if (chunks > 0) {
     const py::object call = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(known, 1));
-    call(std::min(chunks, resident), arguments.made(takes_addresses));
+    call(std::min(chunks, resident), made(arguments, takes_addresses));
   }
 }
-
-// Bits of a variant's key, from the last to the first that is added.
-class Key {
- public:
-  template <class T>
-  Key& add(T value, int bits) {
-    bits_ = bits_ << bits | static_cast<uint64_t>(value);
-    return *this;
-  }
-  uint64_t bits() const { return bits_; }
-
- private:
-  uint64_t bits_ = 0;
-};
-
-void add_rule(const UpdateObject& update, Arguments& arguments) {
-  arguments.add(update.growth_factor.ptr());
-  arguments.add(update.backoff_factor.ptr());
-  arguments.add(update.growth_interval.ptr());
-}
-
-enum KernelName { kMultiTensor, kUpdateScale };
 
 // triton_multi_tensor(module, launches, pass, table, segment, is_last)
 PyObject* triton_multi_tensor(PyObject* const* args) {
+  static const ClipObject no_clip;
+  static const auto& no_update =
+      *new UpdateObject{{}, {}, py::tuple(), py::float_(1.0), py::float_(1.0), py::int_(0), {}, {}};
   const auto& pass = object_of<Pass>(args[2]);
   const auto& table = object_of<DeviceTable>(args[3]);
   const auto& segment = object_of<Segment>(args[4]);
   const bool is_last = args[5] == Py_True;
-  const ClipObject clip = pass.clip ? *pass.clip : ClipObject{};
-  py::object update = py::none();
-  if (is_last && !pass.ending.is_none()) {
-    update = pass.ending.attr("update");
-  }
-  Arguments arguments;
-  arguments.add(table.words);
-  arguments.add_number(segment.word);
-  arguments.add_number(segment.chunks);
-  arguments.add_number(segment.first);
-  arguments.add_number(table.partials.numel());
-  for (const at::Tensor& tensor :
-       {table.header, table.partials, pass.factor, pass.clip ? clip.coefficient : pass.coefficient,
-        pass.found_inf, pass.sums, pass.clip ? clip.divisor : pass.factor_copy, pass.marks,
-        pass.now}) {
-    arguments.add(tensor);
-  }
-  if (update.is_none()) {
-    for (int i = 0; i < 4; ++i) {
-      arguments.add(at::Tensor());
-    }
-    arguments.add_number(1.0);
-    arguments.add_number(1.0);
-    arguments.add_number(0);
-  } else {
-    const auto& fields = object_of<UpdateObject>(update.ptr());
-    const std::vector<at::Tensor> flags = fields.flags();
-    arguments.add(fields.scale);
-    arguments.add(fields.growth_tracker);
-    arguments.add(fields.state);
-    arguments.add(flags.empty() ? at::Tensor() : flags.front());
-    add_rule(fields, arguments);
-  }
-  arguments.add(clip.norm);
-  arguments.add_number(clip.max_norm);
-  arguments.add_number(clip.skip_above);
-  arguments.add(clip.accepted_norms);
-  arguments.add_number(clip.accepted_norms.defined() ? clip.accepted_norms.numel() - kNormRing : 0);
-
+  const ClipObject& clip = pass.clip ? *pass.clip : no_clip;
+  const UpdateObject& update = is_last && pass.ending ? *pass.ending : no_update;
+  const std::vector<at::Tensor> flags = update.flags();
+  const at::Tensor other_flag = flags.empty() ? at::Tensor() : flags.front();
+  const at::Tensor& norms = clip.accepted_norms;
   const bool is_wide = clip.norm.defined() && clip.norm.scalar_type() == at::kDouble;
-  Key key;
-  static_assert(kDtypeCount <= 1 << 2);
-  key.add(kMultiTensor, 1).add(arguments.nones(), 32).add(dtype_of(segment.dtype), 2);
-  key.add(pass.write, 1).add(pass.how, 2);
-  key.add(is_last, 1).add(pass.accumulate, 1).add(is_wide, 1);
-  key.add(clip.largest, 1).add(clip.found_inf.defined(), 1);
-  launch_variant(args[0], "multi_tensor", key.bits(), table.header.device(),
-                 args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
-                   const py::object wide =
-                       clip.norm.defined() ? py::cast(clip.norm.scalar_type()) : py::none();
+  uint64_t key = 1;  // that of `update_scale` is 0
+  for (const int bits : {static_cast<int>(dtype_of(segment.dtype)), static_cast<int>(pass.how),
+                         pass.write << 1 | is_last, pass.accumulate << 1 | is_wide,
+                         clip.largest << 1 | clip.found_inf.defined()}) {
+    key = key << 2 | static_cast<uint64_t>(bits);
+  }
+  launch_variant(args[0], "multi_tensor", key, table.header.device(),
+                 args[1] == Py_True ? segment.chunks : 0,
+                 {table.words,
+                  py::int_(segment.word),
+                  py::int_(segment.chunks),
+                  py::int_(segment.first),
+                  py::int_(table.partials.numel()),
+                  table.header,
+                  table.partials,
+                  pass.factor,
+                  pass.clip ? clip.coefficient : pass.coefficient,
+                  pass.found_inf,
+                  pass.sums,
+                  pass.clip ? clip.divisor : pass.factor_copy,
+                  pass.marks,
+                  pass.now,
+                  update.scale,
+                  update.growth_tracker,
+                  update.state,
+                  other_flag,
+                  update.growth_factor,
+                  update.backoff_factor,
+                  update.growth_interval,
+                  clip.norm,
+                  py::float_(clip.max_norm),
+                  py::float_(clip.skip_above),
+                  norms,
+                  py::int_(norms.defined() ? norms.numel() - kNormRing : 0)},
+                 [&] {
                    return py::make_tuple(segment.dtype, pass.write, static_cast<int>(pass.how),
                                          pass.sums.defined(), clip.largest,
-                                         clip.found_inf.defined(), is_last, pass.accumulate, wide);
+                                         clip.found_inf.defined(), is_last, pass.accumulate);
                  });
   return nullptr;
 }
@@ -319,18 +256,12 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
 PyObject* triton_update_scale(PyObject* const* args) {
   const auto& update = object_of<UpdateObject>(args[1]);
   const std::vector<at::Tensor> flags = update.flags();
-  Arguments arguments;
-  for (const at::Tensor& tensor :
-       {update.scale, update.growth_tracker, update.state, update.norm}) {
-    arguments.add(tensor);
-  }
-  for (size_t i = 0; i < 4; ++i) {
-    arguments.add(flags[i < flags.size() ? i : 0]);
-  }
-  add_rule(update, arguments);
-  const uint64_t key = Key().add(kUpdateScale, 1).add(arguments.nones(), 32).bits();
-  launch_variant(args[0], "update_scale", key, update.scale.device(), 1, arguments,
-                 [] { return py::tuple(); });
+  const auto flag = [&](size_t i) -> const at::Tensor& { return flags[i < flags.size() ? i : 0]; };
+  launch_variant(
+      args[0], "update_scale", 0, update.scale.device(), 1,
+      {update.scale, update.growth_tracker, update.state, update.norm, flag(0), flag(1), flag(2),
+       flag(3), update.growth_factor, update.backoff_factor, update.growth_interval},
+      [] { return py::tuple(); });
   return nullptr;
 }
 

@@ -49,7 +49,6 @@ Segment add(const DtypeList& list, int64_t first, std::vector<int64_t>& words) {
   const auto word = static_cast<int64_t>(words.size());
   Segment segment{list.dtype, word, 0, first};
   for (const Span& span : list.spans) {
-    segment.last_parameter = std::max(segment.last_parameter, span.parameter);
     int64_t address = number_of(span.address);
     const int64_t end = address + span.numel * size;
     while (address < end) {
@@ -130,27 +129,19 @@ void upload(DeviceTable& table) {
 
 // All that the table of a list depends on, after a fingerprint of it.
 std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
-  std::vector<int64_t> content(1);
-  uint64_t hash = 0;
-  // Four words at once: only one multiplication of them waits for the words before.
-  const auto add = [&](int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
-    content.insert(content.end(), {a, b, c, d});
-    const uint64_t mixed = static_cast<uint64_t>(a) * 0xff51afd7ed558ccd ^
-                           static_cast<uint64_t>(b) * 0xc4ceb9fe1a85ec53 ^
-                           static_cast<uint64_t>(c) * 0x87c37b91114253d5 ^
-                           static_cast<uint64_t>(d) * 0x4cf5ad432745937f;
-    hash = (hash ^ mixed ^ mixed >> 32) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 32;
-  };
-  add(static_cast<int64_t>(grads.device().type()), grads.device().index(), stream);
+  std::vector<int64_t> content{0, static_cast<int64_t>(grads.device().type()),
+                               grads.device().index(), stream};
+  uint64_t fingerprint = 0;
   for (const DtypeList& list : grads.lists()) {
-    content.reserve(content.size() + 4 + 4 * list.spans.size());
-    add(static_cast<int64_t>(list.dtype));
+    content.reserve(content.size() + 1 + 3 * list.spans.size());
+    content.push_back(static_cast<int64_t>(list.dtype));
     for (const Span& span : list.spans) {
-      add(number_of(span.address), span.numel, span.parameter);
+      const int64_t address = number_of(span.address);
+      content.insert(content.end(), {address, span.numel, span.parameter});
+      fingerprint = fingerprint * 0x9e3779b97f4a7c15 + static_cast<uint64_t>(address);
     }
   }
-  content.front() = static_cast<int64_t>(hash);
+  content.front() = static_cast<int64_t>(fingerprint);
   return content;
 }
 

@@ -14,8 +14,7 @@ struct Segment {
   at::ScalarType dtype;
   int64_t word;  // at which its chunks begin
   int64_t chunks;
-  int64_t first;               // of its chunks among all dtypes'
-  int64_t last_parameter = 0;  // the largest number of one
+  int64_t first;  // of its chunks among all dtypes'
 };
 
 // One table, for launches on the stream for which it was made.

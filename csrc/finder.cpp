@@ -248,7 +248,7 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
                         found->batches[0].list && found->batches[0].device == scale.device();
   const bool divides = checks && pass.how == Factor::kDivide;
   if (is_whole) {
-    all.ending = py::getattr(object, ending);
+    all.ending = py::getattr(object, ending).cast<std::shared_ptr<UpdateObject>>();
     if (divides && scale.dim() == 0 && is_scalar(scale, at::kFloat, kKernelDevices)) {
       all.factor_copy = allocated({}, scale.options());
     }

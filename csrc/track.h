@@ -19,7 +19,6 @@ enum MarkWord : int64_t {
 // Overflow counters, and the completed steps of a pass; null without any.
 struct Marks {
   int64_t* words = nullptr;
-  int64_t parameters = 0;
   const int64_t* now = nullptr;
 };
 

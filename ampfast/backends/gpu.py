@@ -10,27 +10,16 @@ from ampfast.backends.core import Update
 from ampfast.backends.scalars import float_of
 
 
-class Ending:
-    """An update of the scale by the last program of a check.
-
-    Attributes:
-        update: The update, with at most one flag besides that of the check.
-        applied: Whether it was done.
-    """
-
-    def __init__(self, update: Update) -> None:
-        self.update, self.applied = update, False
-
-    def undo(self) -> None:
-        """Restores what the update replaced, from the state."""
-        if not self.applied:
-            return
-        scale, tracker = self.update.scale, self.update.growth_tracker
-        state: Any = self.update.state
-        before = state[core.state_layout.BEFORE :]
-        state[: core.state_layout.COUNTERS] = before[: core.state_layout.COUNTERS]
-        scale.data.copy_(float_of(state[core.state_layout.SCALE_BEFORE]).reshape_as(scale))
-        tracker.data.copy_(state[core.state_layout.TRACKER_BEFORE].reshape_as(tracker))
+def undo(update: Update) -> None:
+    """Restores what an update replaced as the ending of a pass, from its state, if it was done."""
+    if not update.applied:
+        return
+    scale, tracker = update.scale, update.growth_tracker
+    state: Any = update.state
+    before = state[core.state_layout.BEFORE :]
+    state[: core.state_layout.COUNTERS] = before[: core.state_layout.COUNTERS]
+    scale.data.copy_(float_of(state[core.state_layout.SCALE_BEFORE]).reshape_as(scale))
+    tracker.data.copy_(state[core.state_layout.TRACKER_BEFORE].reshape_as(tracker))
 
 
 class DeviceKernels:
@@ -48,7 +37,7 @@ class DeviceKernels:
         self.clip: Any = partial(core.clip_on, launcher)
         self.update: Any = partial(core.update_on, launcher)
 
-    def ending(self, update: Update) -> Ending | None:
-        """Returns an update for the last program of a check, or None if it cannot be there."""
+    def ending(self, update: Update) -> Update | None:
+        """Returns the update if the last program of a check can do it, else None."""
         fits = len(update.found_infs) <= 1 and update.norm is None and core.can_update(update)
-        return Ending(update) if fits else None
+        return update if fits else None

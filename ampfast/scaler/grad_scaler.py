@@ -16,7 +16,7 @@ from ampfast import backends, distributed
 from ampfast.backends import cuda_graphs, scalars
 from ampfast.backends.core import Factor, Pass, divides_by, flags_of, is_found, overrides, turn_of
 from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
-from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.gpu import DeviceKernels, undo
 from ampfast.backends.scalars import new_flag
 from ampfast.clip import global_norm
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, sigmas_limit, skip_limit_of
@@ -463,7 +463,7 @@ class GradScaler(TorchGradScaler):
         except BaseException:
             if ending is not None:
                 turn_of(self._records, turns, optimizers[-1]).ending = None
-                ending.undo()
+                undo(ending)
             raise
         if ending is not None and ending.applied:
             self._end_iteration()

@@ -70,15 +70,6 @@ double used_peak(const DtypeList& list, double peak, Factor how, float factor) {
   return used;
 }
 
-void require_rows(const GradList& grads, const Marks& rows) {
-  for (const DtypeList& list : grads.lists()) {
-    for (const Span& span : list.spans) {
-      TORCH_CHECK(span.parameter < rows.parameters, "tracking is of ", rows.parameters,
-                  " parameters, and a gradient is that of number ", span.parameter);
-    }
-  }
-}
-
 // Once in a step, however often it is marked.
 void mark(int64_t step, int64_t& last, int64_t& times) {
   times += last != step;
@@ -111,9 +102,6 @@ void track(const DtypeList& list, const Reused<double>& peaks, const Reused<doub
 }  // namespace
 
 double run(const GradList& grads, const Work& work) {
-  if (work.marks.now != nullptr) {
-    require_rows(grads, work.marks);
-  }
   const Multiplier by = multiplier_of(work.how, work.factor);
   const double coefficient = work.coefficient.value_or(1);
   // As torch: where nothing changes, not even a subnormal is flushed.

@@ -20,22 +20,13 @@ Place place_on(at::Device device) {
   return {device.index(), reinterpret_cast<void*>(stream.cast<uintptr_t>())};
 }
 
-// An update on a device, and its flags.
-Update update_on(at::Device device, const UpdateObject& given, std::vector<const float*>& flags) {
-  const std::optional<Update> update = given.known();
-  TORCH_CHECK(update, "the kernels do not know a tensor or number of this update");
-  TORCH_CHECK(given.scale.device() == device, "the scale is not on ", device);
-  for (const at::Tensor& flag : given.flags()) {
-    flags.push_back(flag.const_data_ptr<float>());
-  }
-  return *update;
-}
-
-// A launch over a segment.
-Launch launch_over(const DeviceTable& table, const Segment& segment) {
-  TORCH_CHECK(segment.word + segment.chunks * kChunkWords <= table.words.numel() &&
-                  segment.first + segment.chunks <= table.partials.numel(),
-              "the segment is of another table");
+// cuda_multi_tensor(pass, table, segment, is_last)
+PyObject* launch_multi_tensor(PyObject* const* args) {
+  const auto& pass = object_of<Pass>(args[0]);
+  const auto& table = object_of<DeviceTable>(args[1]);
+  const auto& segment = object_of<Segment>(args[2]);
+  const bool is_last = args[3] == Py_True;
+  const at::Device device = table.header.device();
   Launch work;
   work.dtype = dtype_of(segment.dtype);
   work.table = table.words.const_data_ptr<int64_t>() + segment.word;
@@ -44,17 +35,6 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
   work.all_chunks = static_cast<int>(table.partials.numel());
   work.header = table.header.mutable_data_ptr<int64_t>();
   work.partials = table.partials.mutable_data_ptr<double>();
-  return work;
-}
-
-// cuda_multi_tensor(pass, table, segment, is_last)
-PyObject* launch_multi_tensor(PyObject* const* args) {
-  const auto& pass = object_of<Pass>(args[0]);
-  const auto& table = object_of<DeviceTable>(args[1]);
-  const auto& segment = object_of<Segment>(args[2]);
-  const bool is_last = args[3] == Py_True;
-  const at::Device device = table.header.device();
-  Launch work = launch_over(table, segment);
   if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
     const auto* words = table.source.const_data_ptr<int64_t>() + segment.word;
     std::copy_n(words, segment.chunks * kChunkWords, work.words);
@@ -68,52 +48,35 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
     work.clip = pass.clip->on(device);
   }
   const Marks marks = marks_of(pass, device);
-  TORCH_CHECK(marks.now == nullptr || segment.last_parameter < marks.parameters, "marks are of ",
-              marks.parameters, " parameters, and a gradient is that of number ",
-              segment.last_parameter);
   work.marks = marks.words;
   work.now = marks.now;
   work.is_last = is_last;
   work.found_inf = data_of<float>(pass.found_inf, "found_inf", device);
-  TORCH_CHECK(work.found_inf != nullptr, "a launch needs a found_inf");
-  TORCH_CHECK(work.how == Factor::kNone || work.factor != nullptr, "a launch needs its factor");
   work.accumulate = pass.accumulate;
   work.divisor = data_of<float>(pass.factor_copy, "factor_copy", device);
-  py::object update = py::none();
-  if (is_last && !pass.ending.is_none()) {
-    update = pass.ending.attr("update");
+  if (is_last && pass.ending) {
+    const std::vector<at::Tensor> flags = pass.ending->flags();
+    work.update = pass.ending->known().value();
+    work.other_found_inf = flags.empty() ? nullptr : flags.front().const_data_ptr<float>();
   }
-  if (!update.is_none()) {
-    std::vector<const float*> flags;
-    work.update = update_on(device, object_of<UpdateObject>(update.ptr()), flags);
-    work.other_found_inf = flags.empty() ? nullptr : flags.front();
-  }
-  Kind kind = pass.write ? (work.sums != nullptr ? kUnscaleNorm : kUnscale)
-                         : (work.sums != nullptr ? kCheckNorm : kCheck);
-  if (work.coefficient != nullptr) {
-    kind = kClip;
-  }
-  launch(kind, work, place_on(device));
+  const int kind = (pass.write ? kUnscale : kCheck) + (work.sums != nullptr ? 1 : 0);
+  launch(work.coefficient != nullptr ? kClip : static_cast<Kind>(kind), work, place_on(device));
   return nullptr;
 }
 
 // cuda_update_scale(update)
 PyObject* launch_update_scale(PyObject* const* args) {
-  std::vector<const float*> found_infs;
   const auto& update = object_of<UpdateObject>(args[0]);
-  TORCH_CHECK(update.scale.defined(), "an update needs a scale");
-  UpdateAlone alone{update_on(update.scale.device(), update, found_infs), {}};
-  TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(alone.found_infs),
-              "one to four flags at once, got ", found_infs.size());
+  const std::vector<at::Tensor> flags = update.flags();
+  UpdateAlone alone{update.known().value(), {}};
   for (size_t i = 0; i < std::size(alone.found_infs); ++i) {
-    alone.found_infs[i] = found_infs[i < found_infs.size() ? i : 0];
+    alone.found_infs[i] = flags[i < flags.size() ? i : 0].const_data_ptr<float>();
   }
   update_scale(alone, place_on(update.scale.device()));
   return nullptr;
 }
 
 void launch_clip_coefficient(const ClipObject& clip) {
-  TORCH_CHECK(clip.sums.defined(), "a clipping needs sums");
   clip_coefficient(clip.on(clip.sums.device()), place_on(clip.sums.device()));
 }
 

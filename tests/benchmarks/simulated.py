@@ -32,7 +32,7 @@ class Launcher(ReferenceLauncher):
         if self.wrong == "norm" and work.sums is not None:
             work.sums[0] *= 1 + 1e-5
         if self.wrong == "no update" and work.ending is not None:
-            work.ending.update.growth_tracker.zero_()
+            work.ending.growth_tracker.zero_()
 
 
 def launch_by(monkeypatch, wrong=""):

@@ -44,7 +44,7 @@ def kernels() -> list[Callable[[], object]]:
         launch.prepare(work, table, segment, variant.is_last)
 
     updating = known.replace(known.updating(torch.float32), other=True)
-    scales = known.work_of(updating, device).ending.update
+    scales = known.work_of(updating, device).ending
     calls: list[Callable[[], object]] = [partial(launch.update_scale, scales)]
     for dtype in FLOATS:
         calls += [partial(prepare, variant) for variant in known.variants(dtype)]

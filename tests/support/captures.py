@@ -227,7 +227,9 @@ def _unobserved(call: Callable[..., Any], capture: Capture) -> Callable[..., Any
             return call(*args)
         turns = [each for each in tree_leaves(args) if isinstance(each, Turn)]
         with _disable_current_modes():
-            result = _as(OnGpu, call(*_as(torch.Tensor, args, capture)))
+            result = call(*_as(torch.Tensor, args, capture))
+            # An ending is for the core.
+            result = result if isinstance(result, core.Update) else _as(OnGpu, result)
         for turn in turns:
             turn |= _as(OnGpu, dict(turn))
             turn.divisor = _as(OnGpu, turn.divisor)

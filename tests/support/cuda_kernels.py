@@ -49,14 +49,13 @@ class EmulatedLauncher:
             prepare(work, table, segment, is_last)
 
     def multi_tensor(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
-        update = None if work.ending is None else work.ending.update
         with self._restricted(
             [
                 *_table(table, segment, work.write, in_memory=not self._has_room(table)),
                 *_read(work.factor, work.coefficient),
                 *_written(work.found_inf, work.sums, work.factor_copy, work.marks, work.now),
                 *(() if work.clip is None else _of_clip(work.clip)),
-                *(() if update is None else _of_update(update)),
+                *(() if work.ending is None else _of_update(work.ending)),
             ]
         ):
             self._module.multi_tensor(work, table, segment, is_last)

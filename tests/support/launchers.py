@@ -99,8 +99,8 @@ class ReferenceLauncher:
         if work.factor_copy is not None:
             work.factor_copy.copy_(work.factor)
         if work.ending is not None:
-            update = work.ending.update
-            self._update(update.replaced(found_infs=[work.found_inf, *update.found_infs]))
+            flags = [work.found_inf, *work.ending.found_infs]
+            self._update(work.ending.replaced(found_infs=flags))
         header.zero_()
 
     def update_scale(self, update: Update) -> None:

@@ -68,7 +68,7 @@ def _options(name: str, device: torch.device, *switches: Any) -> dict[str, Any]:
     if name != "multi_tensor":
         known = {"LARGEST": switches[0]} if switches else {}
         return {**known, "num_warps": 1, "enable_fp_fusion": False}
-    dtype, write, how, norm, largest, compares, is_last, accumulate, _ = switches
+    dtype, write, how, norm, largest, compares, is_last, accumulate = switches
     triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
     options: dict[str, Any] = {"DTYPE": triton_dtype, "THREADS": _threads(device)}
     options |= {"WRITE": write, "FACTOR": int(how), "NORM": norm}

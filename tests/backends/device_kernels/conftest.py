@@ -33,10 +33,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
             partials.fill_(torch.nan)
             for output in outputs[work.accumulate :]:
                 output.fill_(torch.nan)
-        update = None if work.ending is None else work.ending.update
         kept = [table.words, work.factor, work.coefficient]
         kept += [partials] * (work.sums is None) + outputs * (not is_last)
-        kept = [t for t in kept if t is not None and (update is None or t is not update.scale)]
+        kept = [
+            t for t in kept if t is not None and (work.ending is None or t is not work.ending.scale)
+        ]
         before = [bits(t) for t in kept]
 
         plain(work, table, segment, is_last)

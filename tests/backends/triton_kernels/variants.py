@@ -22,7 +22,6 @@ from support.models import track_for
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.core import state_layout as layout
-from ampfast.backends.gpu import Ending
 
 try:
     import triton
@@ -186,7 +185,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         clip=clip_of(wide, False, defers, defers, device) if variant.clip else None,
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         **({} if track is None else track._asdict()),
-        ending=Ending(update) if variant.updates else None,
+        ending=update if variant.updates else None,
     )
 
 
