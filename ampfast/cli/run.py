@@ -155,14 +155,16 @@ def describe(record: Record) -> str:
 
 
 def _facts(record: Record, weights: int) -> dict[str, Any]:
-    record.flush()
-    record.values["weights"] = [(record.steps - 1, weights)]
+    values: dict[str, list[tuple[int, float]]] = {
+        name: [(step, value.item()) for step, value in pairs]
+        for name, pairs in record.values.items()
+    }
     return {
         "told": describe(record),
         "is_ampfast": isinstance(record.scaler, ampfast.GradScaler),
         "final_scale": record.scaler.get_scale(),
         "steps": record.steps,
-        "skipped": len({step for step, flag in record.values["skips"] if flag}),
+        "skipped": len({step for step, flag in values["skips"] if flag}),
         "medians": record.medians(),
-        "values": record.values,
+        "values": {**values, "weights": [(record.steps - 1, weights)]},
     }

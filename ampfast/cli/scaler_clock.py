@@ -24,8 +24,6 @@ _METHODS = ("scale", "unscale_", "clip_grad_norm_", "step", "update", "step_and_
 _ENDS = ("update", "step_and_update")
 # Iterations that warm up.
 _WARM_UP = 4
-# Number of values that may wait on a device.
-_PENDING = 1000
 
 
 def checksum(tensor: Tensor) -> int:
@@ -48,19 +46,18 @@ class Record:
         scaler: The scaler.
         times: By name, microseconds of each iteration: "own" (host time in the scaler's methods,
             without the optimizer's step), "step" (since the end of the iteration before).
-        values: By name, pairs of iteration and number: "losses" (arguments of `scale`, one of many
-            elements as their sum), "scales" (before `update`), "skips" (1 for a flag that is
-            set).
+        values: By name, pairs of iteration and number, still on its device: "losses" (arguments
+            of `scale`, one of many elements as their sum), "scales" (before `update`), "skips" (1
+            for a flag that is set).
     """
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
         self.times: dict[str, list[float]] = {"own": [], "step": []}
         names = ("losses", "scales", "skips")
-        self.values: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
-        # Times of this iteration; values that are still on a device, of earlier ones, too.
+        self.values: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
+        # Times of this iteration.
         self.spent_ns = self.end_ns = 0
-        self.tensors: list[tuple[str, int, Tensor]] = []
 
     @property
     def steps(self) -> int:
@@ -87,11 +84,11 @@ class Record:
             self._keep("scales", self.scaler._scale)
             for entry in self.scaler._per_optimizer_states.values():
                 for flag in entry["found_inf_per_device"].values():
-                    self._keep("skips", flag)
+                    self._keep("skips", (flag != 0).float())
 
     def _keep(self, kind: str, value: Tensor) -> None:
         # torch's update writes the scale, and sums the flags into the first.
-        self.tensors.append((kind, self.steps, value.detach().clone()))
+        self.values[kind].append((self.steps, value.detach().clone()))
 
     def end(self) -> None:
         """Ends the iteration."""
@@ -99,16 +96,7 @@ class Record:
             self.times["step"].append((time.perf_counter_ns() - self.end_ns) / 1e3)
         self.times["own"].append(self.spent_ns / 1e3)
         self.spent_ns = 0
-        if len(self.tensors) > _PENDING:
-            self.flush()
         self.end_ns = time.perf_counter_ns()
-
-    def flush(self) -> None:
-        """Reads what is still on a device."""
-        for kind, step, tensor in self.tensors:
-            value = tensor.item()
-            self.values[kind].append((step, float(value != 0) if kind == "skips" else value))
-        self.tensors = []
 
 
 class _Inside(threading.local):

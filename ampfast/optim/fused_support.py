@@ -183,23 +183,18 @@ def _divides_rightly(optimizer: torch.optim.Optimizer) -> bool:
         return False  # as after loading a checkpoint of a plain one
     if torchs is None:
         return True
-    devices: dict[tuple[torch.dtype, str], torch.device] = {}
     for param in chain.from_iterable(group["params"] for group in groups):
         dtype = torch.float32 if has_masters and param.dtype.itemsize == 2 else param.dtype
         is_trained = param.requires_grad or param.grad is not None
-        if is_trained and dtype.is_floating_point and param.device.type != "meta":
-            devices[dtype, param.device.type] = param.device
-    is_right = True
-    for (dtype, device_type), device in devices.items():
-        fault = fault_of(torchs, dtype, device)
-        if fault is not None:
-            is_right = False
+        is_tried = is_trained and dtype.is_floating_point and param.device.type != "meta"
+        if is_tried and (fault := fault_of(torchs, dtype, param.device)):
             warn_caller(
-                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
-                "trial has found: the scaler unscales and skips by itself, as for an optimizer "
+                f"torch's fused {torchs.__name__} {fault}, for {dtype} on {param.device.type}, as "
+                "a trial has found: the scaler unscales and skips by itself, as for an optimizer "
                 "that is not fused. Make the optimizer with fused=False"
             )
-    return is_right
+            return False
+    return True
 
 
 # torch's fused operators as they are now, since others may replace them.
