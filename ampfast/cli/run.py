@@ -121,7 +121,8 @@ def _report(clock: ScalerClock, file: str | None, nothing: str, failed: bool) ->
         weights = clock.weights()
         Path(file).write_text(json.dumps([_facts(one, weights) for one in records]))
         return
-    for number, one in enumerate(records, start=1):
+    # A program may make one in each iteration.
+    for number, one in enumerate(records[:4], start=1):
         which = f" scaler {number}:" if len(records) > 1 else ""
         print(f"ampfast:{which} {describe(one)}", file=sys.stderr)
         if getattr(one.scaler, "_track", None) is not None:
