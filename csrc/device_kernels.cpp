@@ -24,7 +24,7 @@ void require_pass(const GradList& list, const Pass& pass) {
 }
 
 bool is_capturing(PyObject* launcher) {
-  return py::handle(launcher).attr("is_capturing")().cast<bool>();
+  return py::handle(launcher).attr(names::is_capturing)().cast<bool>();
 }
 
 // No other pass with the same header, that of the stream, may come between its launches, which may
@@ -42,7 +42,7 @@ std::unique_lock<std::mutex> one_pass() {
 void launch(PyObject* launcher, const GradList& list, const py::object& pass) {
   const std::shared_ptr<DeviceTable> table = table_of(list, is_capturing(launcher));
   const py::object given = py::cast(table),
-                   multi_tensor = py::handle(launcher).attr("multi_tensor");
+                   multi_tensor = py::handle(launcher).attr(names::multi_tensor);
   const size_t last = table->segments.size() - 1;
   const auto for_each_segment = [&](const py::object& call) {
     for (size_t i = 0; i <= last; ++i) {

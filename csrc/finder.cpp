@@ -110,12 +110,10 @@ Reading Finder::reading(bool writes, bool takes_fp16) const {
 
 std::shared_ptr<Found> Finder::find(PyObject* optimizer, Reading reading, bool coalesces) {
   // Of optimizers that make their gradients float32 before anyone reads them.
-  static PyObject* const widen = PyUnicode_InternFromString("widen_gradients");
-  static PyObject* const groups = PyUnicode_InternFromString("param_groups");
-  if (_PyType_Lookup(Py_TYPE(optimizer), widen) != nullptr) {
-    py::getattr(optimizer, widen)();
+  if (_PyType_Lookup(Py_TYPE(optimizer), names::widen_gradients) != nullptr) {
+    py::getattr(optimizer, names::widen_gradients)();
   }
-  return find_in(py::getattr(optimizer, groups), std::move(reading), coalesces);
+  return find_in(py::getattr(optimizer, names::param_groups), std::move(reading), coalesces);
 }
 
 std::shared_ptr<Found> Finder::find_in(py::object groups, Reading reading, bool coalesces) {
@@ -180,7 +178,7 @@ py::object squares_in(const at::Tensor& marks) {
 
 // Sets the sums of squares to -0, to which adding one makes 0, before a pass.
 void reset_squares(const py::object& rows) {
-  for (const auto& [device, table] : py::dict(rows.attr("counters"))) {
+  for (const auto& [device, table] : py::dict(rows.attr(names::counters))) {
     const auto marks = table.cast<at::Tensor>();
     if (!marks.is_cpu()) {
       squares_in(marks).attr("fill_")(-0.0);
@@ -195,15 +193,15 @@ void reset_squares(const py::object& rows) {
 
 // Keeps the norms of one more step, of which the tables have the squares.
 void keep_norms(const py::object& tracking, const py::object& rows) {
-  const py::object norms = rows.attr("norms");
-  const py::dict tables = rows.attr("counters");
+  const py::object norms = rows.attr(names::norms);
+  const py::dict tables = rows.attr(names::counters);
   if (norms.is_none() || tables.size() != 1 || !tables.contains(device_object(at::kCPU))) {
     tracking.attr("keep_norms")(rows);
     return;
   }
   const auto marks = tensor_of(PyDict_GetItem(tables.ptr(), device_object(at::kCPU).ptr()));
-  const auto values = norms.attr("values").cast<at::Tensor>();
-  auto* count = data_of<int64_t>(norms.attr("count").cast<at::Tensor>(), "count", at::kCPU);
+  const auto values = norms.attr(names::values).cast<at::Tensor>();
+  auto* count = data_of<int64_t>(norms.attr(names::count).cast<at::Tensor>(), "count", at::kCPU);
   const int64_t parameters = values.size(1);
   auto* row = data_of<float>(values, "norms", at::kCPU, values.numel()) +
               *count % values.size(0) * parameters;
@@ -220,9 +218,9 @@ py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
   if (tracking.is_none() || !scale.defined()) {
     return py::none();
   }
-  const py::object record = py::handle(turn.object()).attr("record");
-  py::object rows = record.attr("rows");
-  if (rows.is_none() || !found.has_parameters(rows.attr("groups"))) {
+  const py::object record = py::handle(turn.object()).attr(names::record);
+  py::object rows = record.attr(names::rows);
+  if (rows.is_none() || !found.has_parameters(rows.attr(names::groups))) {
     found.walk.hold();
     rows = tracking.attr("start")(record, found.groups());
   }
@@ -233,8 +231,6 @@ py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
 }
 
 py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, bool checks) {
-  static PyObject* const ending = PyUnicode_InternFromString("ending");
-  static PyObject* const grad_scale = PyUnicode_InternFromString("grad_scale");
   const Turn turn(object);
   const std::shared_ptr<Found> found =
       find(optimizer, reading(pass.write, checks || allow_fp16), /*coalesces=*/false);
@@ -248,7 +244,7 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
                         found->batches[0].list && found->batches[0].device == scale.device();
   const bool divides = checks && pass.how == Factor::kDivide;
   if (is_whole) {
-    all.ending = py::getattr(object, ending).cast<std::shared_ptr<UpdateObject>>();
+    all.ending = py::getattr(object, names::ending).cast<std::shared_ptr<UpdateObject>>();
     if (divides && scale.dim() == 0 && is_scalar(scale, at::kFloat, kKernelDevices)) {
       all.factor_copy = allocated({}, scale.options());
     }
@@ -260,13 +256,13 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   turn.flags(flags);
   if (divides) {
     const at::Tensor& copy = all.factor_copy;
-    py::setattr(object, grad_scale, copy.defined() ? wrapped(copy) : py::none());
+    py::setattr(object, names::grad_scale, copy.defined() ? wrapped(copy) : py::none());
   }
   if (!checks) {
     turn.unscaled();
   }
   if (!agreement.is_none()) {
-    turn.set("agreement", agreement);
+    turn.set(names::agreement, agreement);
     agree(turn);
   }
   return turn.flags();
@@ -274,7 +270,7 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
 
 // Until then the turn has the agreement: `step` or `update` retries a collective that failed.
 void Finder::agree(const Turn& turn) {
-  const py::object agreement = py::handle(turn.object()).attr("agreement");
+  const py::object agreement = py::handle(turn.object()).attr(names::agreement);
   py::list flags;
   flags.append(turn.flags());
   flags = agreement.attr("all_reduce")(flags, device_object(scale.device()));
@@ -546,7 +542,7 @@ at::Tensor Finder::Norm::agreed(const std::vector<at::Tensor>& rows) {
   for (const Term& term : terms) {
     if (!is_read && term.turn.is_ready()) {
       term.turn.flags(term.flags);
-      term.turn.set("agreement", agreement);
+      term.turn.set(names::agreement, agreement);
     }
   }
   const bool largest = std::isinf(order);
@@ -693,7 +689,7 @@ void Finder::Norm::write() {
   }
   for (Term& term : terms) {
     if (term.use == Use::kDeferred) {
-      term.turn.set("divisor", wrapped(clip->divisor));
+      term.turn.set(names::divisor, wrapped(clip->divisor));
     }
     term.turn.flags(term.flags);
   }

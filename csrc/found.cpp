@@ -9,14 +9,6 @@
 
 namespace ampfast {
 
-namespace {
-
-// Made as Python imports the core.
-PyObject* const kFlagsName = PyUnicode_InternFromString("found_inf_per_device");
-PyObject* const kStageName = PyUnicode_InternFromString("stage");
-
-}  // namespace
-
 py::object of_python(const char* module, const char* name) {
   return py::module_::import(module).attr(name);
 }
@@ -49,13 +41,14 @@ bool Batch::has_float64() const {
 Turn::Turn(PyObject* turn) : turn_(turn), flag_(new_scalar<float>(1)) {
   TORCH_CHECK_TYPE(PyDict_Check(turn), "expected the turn of an optimizer");
   flags_[device_object(at::kCPU)] = flag_;
-  before_[0] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turn, kFlagsName));
-  before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turn, kStageName));
+  before_[0] = py::reinterpret_borrow<py::object>(
+      PyDict_GetItemWithError(turn, names::found_inf_per_device));
+  before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turn, names::stage));
 }
 
 void Turn::begin(const py::object& agreement) const {
   if (!agreement.is_none()) {
-    set("agreement", agreement);
+    set(names::agreement, agreement);
   }
   flags(flags_);
   unscaled();
@@ -71,12 +64,12 @@ PyObject* stage_of(const char* name) {
 
 bool Turn::is_ready() const {
   static PyObject* const ready = stage_of("READY");
-  return PyDict_GetItemWithError(turn_, kStageName) == ready;
+  return PyDict_GetItemWithError(turn_, names::stage) == ready;
 }
 
 void Turn::unscaled() const {
   static PyObject* const stage = stage_of("UNSCALED");
-  py::reinterpret_borrow<py::dict>(turn_)[kStageName] = py::handle(stage);
+  py::reinterpret_borrow<py::dict>(turn_)[names::stage] = py::handle(stage);
 }
 
 void Turn::flags(const Flags& flags) const {
@@ -85,21 +78,21 @@ void Turn::flags(const Flags& flags) const {
 }
 
 void Turn::flags(const py::dict& flags) const {
-  py::reinterpret_borrow<py::dict>(turn_)[kFlagsName] = flags;
+  py::reinterpret_borrow<py::dict>(turn_)[names::found_inf_per_device] = flags;
 }
 
 py::dict Turn::flags() const {
-  return py::reinterpret_borrow<py::dict>(PyDict_GetItemWithError(turn_, kFlagsName));
+  return py::reinterpret_borrow<py::dict>(
+      PyDict_GetItemWithError(turn_, names::found_inf_per_device));
 }
 
 void Turn::agreed() const {
-  static PyObject* const name = PyUnicode_InternFromString("agreement");
-  if (!py::getattr(turn_, name).is_none()) {
-    py::setattr(turn_, name, py::none());
+  if (!py::getattr(turn_, names::agreement).is_none()) {
+    set(names::agreement, py::none());
   }
 }
 
-void Turn::set(const char* name, const py::object& value) const { py::setattr(turn_, name, value); }
+void Turn::set(PyObject* name, const py::object& value) const { py::setattr(turn_, name, value); }
 
 at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag) {
   cpu::Work work;
@@ -140,12 +133,9 @@ at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& 
 namespace {
 
 at::Tensor new_sums(const Batch& batch) {
-  const at::TensorOptions wide = at::TensorOptions(at::kDouble).device(batch.device);
-  if (batch.list && batch.launcher == nullptr) {
-    return allocated({1, 2}, wide);  // as a Clip has it
-  }
   if (batch.list) {
-    return allocated({2}, wide);
+    // As a Clip has it.
+    return allocated({1, 2}, at::TensorOptions(at::kDouble).device(batch.device));
   }
   const auto widest = of_python("ampfast.backends.scalars", "widest");
   const auto dtype = widest(device_object(batch.device)).cast<at::ScalarType>();
@@ -153,7 +143,7 @@ at::Tensor new_sums(const Batch& batch) {
 }
 
 at::Tensor marks_on(const py::object& rows, at::Device device) {
-  const py::dict known = rows.attr("counters");
+  const py::dict known = rows.attr(names::counters);
   PyObject* marks = PyDict_GetItemWithError(known.ptr(), device_object(device).ptr());
   return marks != nullptr ? tensor_of(marks)
                           : tensor_of(rows.attr("counters_on")(device_object(device)).ptr());
@@ -288,7 +278,7 @@ py::tuple Found::groups() const {
   }
   if (walk.kept.empty() && !param_groups.is_none()) {
     for (const py::handle group : param_groups) {
-      groups.append(py::tuple(group["params"]));
+      groups.append(py::tuple(group[names::params]));
     }
   }
   return groups;

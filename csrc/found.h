@@ -50,7 +50,7 @@ class Turn {
   void flags(const py::dict& flags) const;
   py::dict flags() const;
   void agreed() const;  // ends what ranks have to agree on
-  void set(const char* name, const py::object& value) const;
+  void set(PyObject* name, const py::object& value) const;
   const at::Tensor& flag() const { return flag_; }
   PyObject* object() const { return turn_; }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "element.h"
+#include "names.h"
 
 namespace ampfast {
 
@@ -230,13 +231,13 @@ struct Walk {
 // false or a container is unusual.
 template <class Body>
 bool for_each_plain_group(PyObject* param_groups, const Body& body) {
-  static PyObject* const name = PyUnicode_InternFromString("params");
   if (!PyList_CheckExact(param_groups)) {
     return false;
   }
   for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
     PyObject* group = PyList_GET_ITEM(param_groups, g);
-    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+    PyObject* params =
+        PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, names::params) : nullptr;
     if (params == nullptr || !PyList_CheckExact(params) || !body(params)) {
       return false;
     }

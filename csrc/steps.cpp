@@ -95,7 +95,6 @@ PyObject* update(PyObject* const* args) {
 // an Update that is yet to be done
 PyObject* update_by(PyObject* const* args) {
   static PyObject* const core = py::module_::import("ampfast._C").release().ptr();
-  static const py::handle name = PyUnicode_InternFromString("update");
   const auto object = [args](int i) { return py::reinterpret_borrow<py::object>(args[i]); };
   UpdateObject given{tensor_of(args[1]), tensor_of(args[2]), object(3),
                      object(4),          object(5),          object(6),
@@ -106,15 +105,14 @@ PyObject* update_by(PyObject* const* args) {
   }
   py::object made = py::cast(std::make_shared<UpdateObject>(std::move(given)));
   const bool asks = args[0] != core && args[0] != Py_None;
-  const bool is_done = asks && py::getattr(args[0], name)(made).cast<bool>();
+  const bool is_done = asks && py::getattr(args[0], names::update)(made).cast<bool>();
   return is_done ? nullptr : made.release().ptr();
 }
 
 // The record of an optimizer, which is made if there is none.
 py::object record_of(py::handle records, PyObject* optimizer) {
-  static PyObject* const known = PyUnicode_InternFromString("known");
   const auto key = owned<py::object>(PyLong_FromVoidPtr(optimizer));
-  const py::dict there = py::getattr(records, known);
+  const py::dict there = py::getattr(records, names::known);
   PyObject* const record = PyDict_GetItemWithError(there.ptr(), key.ptr());
   return record != nullptr ? py::reinterpret_borrow<py::object>(record)
                            : py::getattr(records, "of")(py::handle(optimizer));
@@ -123,17 +121,12 @@ py::object record_of(py::handle records, PyObject* optimizer) {
 // turn_of(records, turns, optimizer) -> the optimizer's turn in an iteration, which may begin here
 PyObject* turn_of(PyObject* const* args) {
   static PyObject* const type = py::object(of_python("ampfast.gradients", "Turn")).release().ptr();
-  static PyObject* const last_turn = PyUnicode_InternFromString("turn");
-  static PyObject* const its_record = PyUnicode_InternFromString("record");
-  static const py::handle flags = PyUnicode_InternFromString("found_inf_per_device");
-  static PyObject* const last_flags = PyUnicode_InternFromString("last_flags");
-  static const py::handle stage = PyUnicode_InternFromString("stage");
   static PyObject* const ready =
       py::object(of_python("ampfast.gradients", "READY")).release().ptr();
   const auto key = owned<py::object>(PyLong_FromVoidPtr(args[2]));
   const auto turns = py::reinterpret_borrow<py::dict>(args[1]);
   const py::object record = record_of(args[0], args[2]);
-  const py::object last = py::getattr(record, last_turn);
+  const py::object last = py::getattr(record, names::turn);
   auto turn = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(turns.ptr(), key.ptr()));
   if (turn && turn.is(last)) {
     return turn.release().ptr();
@@ -143,32 +136,31 @@ PyObject* turn_of(PyObject* const* args) {
     if (turn) {
       made.attr("update")(turn);  // others put torch's plain dicts there
     } else {
-      made[stage] = py::handle(ready);
-      made[flags] = py::dict();
+      made[names::stage] = py::handle(ready);
+      made[names::found_inf_per_device] = py::dict();
     }
     turns[key] = made;
     turn = made;
   }
-  py::setattr(turn, its_record, record);
-  const py::object before = py::dict(last)[flags];
+  py::setattr(turn, names::record, record);
+  const py::object before = py::dict(last)[names::found_inf_per_device];
   const bool is_checked = PyObject_IsTrue(before.ptr()) == 1;
-  py::setattr(turn, last_flags, is_checked ? before : py::getattr(last, last_flags));
-  py::setattr(record, last_turn, turn);
+  py::setattr(turn, names::last_flags, is_checked ? before : py::getattr(last, names::last_flags));
+  py::setattr(record, names::turn, turn);
   return turn.release().ptr();
 }
 
 // flags_of(turns, agree) -> the flags of an iteration; agree(turn) ends what ranks have to agree on
 PyObject* flags_of(PyObject* const* args) {
-  static PyObject* const agreement = PyUnicode_InternFromString("agreement");
   const py::handle agree = args[1];
-  static const py::handle name = PyUnicode_InternFromString("found_inf_per_device");
   py::list found;
   const auto turns = owned<py::list>(PyDict_Values(args[0]));
   for (const py::handle turn : turns) {
-    if (!PyDict_CheckExact(turn.ptr()) && !py::getattr(turn, agreement, py::none()).is_none()) {
+    if (!PyDict_CheckExact(turn.ptr()) &&
+        !py::getattr(turn, names::agreement, py::none()).is_none()) {
       agree(turn);
     }
-    const py::dict flags = py::dict(turn[name]);
+    const py::dict flags = py::dict(turn[names::found_inf_per_device]);
     PyObject *device = nullptr, *flag = nullptr;
     for (Py_ssize_t place = 0; PyDict_Next(flags.ptr(), &place, &device, &flag) != 0;) {
       found.append(py::handle(flag));
@@ -217,8 +209,7 @@ py::object kinds_of(PyObject* params) {
 // A reference to the function of an optimizer's step, which a schedule may wrap; what equals
 // nothing if that takes none.
 py::object step_of(PyObject* optimizer) {
-  static PyObject* const name = PyUnicode_InternFromString("step");
-  const py::object step = py::getattr(optimizer, name, py::none());
+  const py::object step = py::getattr(optimizer, names::step, py::none());
   PyObject* function = PyMethod_Check(step.ptr()) ? PyMethod_GET_FUNCTION(step.ptr()) : step.ptr();
   auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(function, nullptr));
   if (!reference) {
@@ -232,16 +223,15 @@ py::object step_of(PyObject* optimizer) {
 // what decides whether it does: its class, that word, its step and, of each group, "fused" and the
 // kinds of its parameters.
 std::optional<py::list> claim_of(PyObject* optimizer) {
-  static PyObject* const flag = PyUnicode_InternFromString("_step_supports_amp_scaling");
-  static PyObject* const groups_name = PyUnicode_InternFromString("param_groups");
-  static PyObject* const fused = PyUnicode_InternFromString("fused");
-  static PyObject* const params = PyUnicode_InternFromString("params");
   auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(optimizer));
   const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(optimizer, nullptr));
   PyErr_Clear();  // it may have no __dict__
-  PyObject* word = own ? PyDict_GetItemWithError(own.ptr(), flag) : nullptr;
+  PyObject* word =
+      own ? PyDict_GetItemWithError(own.ptr(), names::_step_supports_amp_scaling) : nullptr;
   if (word == nullptr || word == Py_None) {
-    word = _PyType_Lookup(Py_TYPE(optimizer), flag) == Py_True ? Py_True : Py_False;
+    word = _PyType_Lookup(Py_TYPE(optimizer), names::_step_supports_amp_scaling) == Py_True
+               ? Py_True
+               : Py_False;
   }
   const int takes_scale = PyObject_IsTrue(word);
   if (takes_scale < 0) {
@@ -254,13 +244,13 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
   claim.append(py::handle(type));
   claim.append(py::handle(word));
   claim.append(step_of(optimizer));
-  const py::object groups = py::getattr(optimizer, groups_name, py::none());
+  const py::object groups = py::getattr(optimizer, names::param_groups, py::none());
   if (PyList_Check(groups.ptr())) {
     for (const py::handle group : py::list(groups)) {
       if (PyDict_Check(group.ptr())) {
-        PyObject* const is_fused = PyDict_GetItemWithError(group.ptr(), fused);
+        PyObject* const is_fused = PyDict_GetItemWithError(group.ptr(), names::fused);
         claim.append(is_fused == nullptr ? py::handle(Py_None) : py::handle(is_fused));
-        claim.append(kinds_of(PyDict_GetItemWithError(group.ptr(), params)));
+        claim.append(kinds_of(PyDict_GetItemWithError(group.ptr(), names::params)));
       }
     }
   }
@@ -273,15 +263,13 @@ PyObject* divides_by(PyObject* const* args) {
   static PyObject* const module =
       py::module_::import("ampfast.optim.fused_support").release().ptr();
   static PyObject* const torch = py::module_::import("torch").release().ptr();
-  static PyObject* const operators = PyUnicode_InternFromString("operators");
-  static PyObject* const divides_by = PyUnicode_InternFromString("divides_by");
   std::optional<py::list> claim = claim_of(args[1]);
   if (!claim) {
     return nullptr;
   }
-  claim->append(py::getattr(module, operators)(py::handle(torch)));
+  claim->append(py::getattr(module, names::operators)(py::handle(torch)));
   const py::object record = record_of(args[0], args[1]);
-  const py::object known = py::getattr(record, divides_by);
+  const py::object known = py::getattr(record, names::divides_by);
   if (!known.is_none()) {
     const int is_same = PyObject_RichCompareBool(py::tuple(known)[0].ptr(), claim->ptr(), Py_EQ);
     if (is_same < 0) {

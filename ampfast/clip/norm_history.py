@@ -281,15 +281,13 @@ class History:
 
     def check(self) -> None:
         """Warns of a restart or of many clips; on a GPU from a copy that has arrived."""
-        # Without CUDA, no further frame of Python.
-        if torch.cuda.is_initialized() and is_capturing():
-            return
         header: list[float] | None = None
-        self._clips += 1
         if self._header.is_cpu:
             header = self._header.tolist()
-        elif self._header.is_cuda and self._clips % _CLIPS_PER_COPY == 0:
-            header = self._copies.latest(self._header)  # of other devices every copy waits
+        elif self._header.is_cuda and not is_capturing():  # of other devices every copy waits
+            self._clips += 1
+            if self._clips % _CLIPS_PER_COPY == 0:
+                header = self._copies.latest(self._header)
         if header is not None and header[norm_layout.RESTARTS] > self._most:
             self._warn(header)
 
