@@ -198,8 +198,8 @@ py::object kinds_of(PyObject* params) {
     const auto dtype = static_cast<uint16_t>(param.scalar_type());
     const auto kind =
         static_cast<uint16_t>(dtype << 8 | static_cast<uint8_t>(param.device().type()));
-    const bool is_trained = param.requires_grad() || param.grad().defined();
-    if (is_trained && std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
+    if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end() &&
+        (param.requires_grad() || param.grad().defined())) {
       kinds.push_back(kind);
     }
   }
