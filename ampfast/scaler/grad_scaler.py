@@ -32,7 +32,7 @@ from ampfast.scaler.history import History, ScalerStats
 from ampfast.scaler.loss_scale import Limits, LossScale
 from ampfast.scaler.max_skips import SkipWatch
 from ampfast.scaler.overrides import Methods, original_methods
-from ampfast.scaler.passes import Passes
+from ampfast.scaler.passes import AS_THEY_ARE, CLIP, CLIP_DECIDED, DEFERRED, SCALED, Passes
 from ampfast.scaler.reports import Reports, reason_of
 from ampfast.scaler.skip_log import SkipLog
 
@@ -523,7 +523,8 @@ class GradScaler(TorchGradScaler):
         optimizers, limit, order, highest = global_norm.clip_arguments(*given)
         if not self._enabled:
             turns = [turn_of(self._records, {}, each) for each in optimizers]
-            return self._passes.clip(optimizers, turns, None, limit, order, None)
+            uses = [AS_THEY_ARE] * len(optimizers)
+            return self._passes.norm(optimizers, turns, uses, None, None, CLIP, limit, order)
         scale, overridden = self._scale, overrides(self, _HOOKS)
         if scale is None or self._growth_tracker is None or overridden:
             scale = self._checked_scale("clip_grad_norm_", *optimizers)
@@ -531,9 +532,10 @@ class GradScaler(TorchGradScaler):
         for each in optimizers:
             if (turn := states.get(id(each))) is not None and turn["stage"] is not READY:
                 raise out_of_turn.past_its_turn(turn, each)
-        defers, turns = [], []
-        for each in () if in_place else optimizers:
-            defers.append(can_defer(each, records, overridden))
+        uses, turns, usual = [], [], AS_THEY_ARE if overridden else SCALED
+        for each in optimizers:
+            defers = not in_place and can_defer(each, records, overridden)
+            uses.append(DEFERRED if defers else usual)
         for each in optimizers:
             turns.append(turn_of(records, states, each))
         if highest is not None:
@@ -542,8 +544,8 @@ class GradScaler(TorchGradScaler):
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:
                 self.unscale_(each)
-        rules = (limit, order, highest, defers)
-        return self._passes.clip(optimizers, turns, scale, *rules, is_decided=overridden)
+        aim = CLIP_DECIDED if overridden else CLIP
+        return self._passes.norm(optimizers, turns, uses, highest, scale, aim, limit, order)
 
     @not_compiled
     def grad_norm(

@@ -15,14 +15,12 @@ from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
 from ampfast.gradients import READY, UNSCALED, Flags, Turn, new_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ampfast.distributed import Ranks
     from ampfast.scaler.loss_scale import LossScale
 
-_SCALED, _DEFERRED, _AS_THEY_ARE = [Use.SCALED], [Use.DEFERRED], [Use.AS_THEY_ARE]
 # Members of enums, which are slow to read from a class.
-_MEASURE, _STEP, _CLIP, _CLIP_DECIDED = Aim
+AS_THEY_ARE, SCALED, DEFERRED = Use
+MEASURE, STEP, CLIP, CLIP_DECIDED = Aim
 
 
 class Passes:
@@ -79,7 +77,7 @@ class Passes:
         if self._scale is not scale:
             self._know(scale)
         if self.measures:
-            self._norm([optimizer], [turn], _SCALED, self._skip_above, scale)
+            self.norm([optimizer], [turn], [SCALED], self._skip_above, scale)
             return
         self._finder.take(optimizer, turn, self._unscaling, False)
 
@@ -100,7 +98,7 @@ class Passes:
         if self._scale is not scale:
             self._know(scale)
         if self.measures and not turn.is_measured:
-            self._norm([optimizer], [turn], _DEFERRED, self._skip_above, scale)
+            self.norm([optimizer], [turn], [DEFERRED], self._skip_above, scale)
             # As nothing was written, a step that raises may be repeated, and checks again.
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
@@ -109,38 +107,6 @@ class Passes:
         if before:
             turn["found_inf_per_device"] = joint_flags(before, flags)
         return scale.clone() if turn.grad_scale is None else turn.grad_scale
-
-    def clip(
-        self,
-        optimizers: list[Any],
-        turns: list[Turn],
-        scale: Tensor | None,
-        limit: float | ClipLimit,
-        order: float,
-        highest: float | Sigmas | None,
-        defers: Sequence[bool] = (),
-        is_decided: bool = False,
-    ) -> Tensor:
-        """Clips gradients by their norm, or lets the steps of optimizers that defer clip.
-
-        Args:
-            optimizers: The optimizers.
-            turns: Their turns.
-            scale: The scale, or None if they are not scaled.
-            limit: The limit of the norm.
-            order: The order of the norm.
-            highest: The largest norm of a step that is taken, or None.
-            defers: Which of them clip in their step; empty for none.
-            is_decided: Whether a hook has unscaled them and decided on infinities.
-        """
-        uses = (_AS_THEY_ARE if scale is None or is_decided else _SCALED) * len(optimizers)
-        for place, is_deferred in enumerate(defers):
-            uses[place] = _DEFERRED[0] if is_deferred else uses[place]
-        if scale is None or self._scale is not scale:
-            self._know(scale)
-        follows = limit if isinstance(limit, float) else self._follower(turns[0], limit)
-        aim = _CLIP_DECIDED if is_decided else _CLIP
-        return self._norm(optimizers, turns, uses, highest, scale, aim, follows, order)
 
     def measure(
         self,
@@ -153,9 +119,9 @@ class Passes:
         self._know(scale)
         # After a deferred clip gradients are still scaled.
         done = [t["stage"] is UNSCALED and getattr(t, "divisor", None) is None for t in turns]
-        uses = [Use.AS_THEY_ARE if scale is None or each else Use.SCALED for each in done]
+        uses = [AS_THEY_ARE if scale is None or each else SCALED for each in done]
         unmarked = [new_turn() for _ in optimizers]
-        given = (optimizers, unmarked, uses, _MEASURE, math.inf, order, None)
+        given = (optimizers, unmarked, uses, MEASURE, math.inf, order, None)
         norm: Tensor = self._finder.norm(*given)
         if scale is not None and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
@@ -189,17 +155,32 @@ class Passes:
         flags: Flags = found.run(work, rows, self._loss_scale.words, False)
         return flags
 
-    def _norm(
+    def norm(
         self,
         optimizers: list[Any],
         turns: list[Turn],
         uses: list[Use],
         highest: float | Sigmas | None,
         scale: Any,
-        aim: Aim = _STEP,
-        limit: Any = math.inf,
+        aim: Aim = STEP,
+        limit: float | ClipLimit = math.inf,
         order: float = 2.0,
     ) -> Tensor:
+        """Takes the norm of gradients, and clips them or lets the steps of optimizers clip.
+
+        Args:
+            optimizers: The optimizers.
+            turns: Their turns.
+            uses: How each uses its gradients.
+            highest: The largest norm of a step that is taken, or None.
+            scale: The scale, or None if they are not scaled.
+            aim: What the norm is taken for.
+            limit: The limit of the norm.
+            order: The order of the norm.
+        """
+        if scale is None or self._scale is not scale:
+            self._know(scale)
+        follows = limit if isinstance(limit, float) else self._follower(turns[0], limit)
         history: Any = None
         rule: Any = None
         if isinstance(highest, Sigmas):
@@ -207,7 +188,7 @@ class Passes:
             rule = highest.sigmas, history.words
         elif highest is not None and highest < math.inf:
             rule = highest, None
-        norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, limit, order, rule)
+        norm: Tensor = self._finder.norm(optimizers, turns, uses, aim, follows, order, rule)
         if scale is not None:
             self._loss_scale.norms.append((tuple(map(id, optimizers)), norm, order))
         if highest is not None:
