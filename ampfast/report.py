@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ampfast.scaler.history import History, ScalerStats
+from ampfast.scaler.loss_scale import History, ScalerStats
 
 if TYPE_CHECKING:
     from ampfast.scaler.grad_scaler import GradScaler

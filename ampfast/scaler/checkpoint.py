@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ampfast.clip.norm_history import Saved, require_norms
-from ampfast.errors import add_note, warn_caller
+from ampfast.errors import warn_caller
 from ampfast.scaler.loss_scale import Limits
 
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def require_loadable(
@@ -31,7 +29,7 @@ def require_loadable(
         KeyError: If it is no checkpoint of a scaler.
         ValueError: If the checkpoint is damaged or of another kind of scaler.
     """
-    for key in _KEYS:
+    for key in KEYS:
         if not hasattr(value := state_dict[key], "__float__"):
             raise ValueError(f"the checkpoint's {key!r} must be a number, got {value!r}")
     rule = state_dict["growth_interval"], state_dict["backoff_factor"]
@@ -55,17 +53,3 @@ def require_loadable(
             "do not load it."
         )
     return tolerated, norms
-
-
-@contextmanager
-def explained(state_dict: object) -> Iterator[None]:
-    """Adds a note to the error for what is no scaler's checkpoint."""
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        got = [*state_dict][:5] if isinstance(state_dict, dict) else type(state_dict).__name__
-        keys = ", ".join(_KEYS)
-        add_note(
-            error, f"expected what a scaler's state_dict() returns, a dict of {keys}; got {got}"
-        )
-        raise

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -26,27 +27,19 @@ from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.gradients import READY, STEPPED, UNSCALED, Flags, Records, TorchGradScaler, new_turn
 from ampfast.optim.fused_support import can_defer, device_of, explain, flag_unchecked, why_unchecked
 from ampfast.scaler import late_backward, out_of_turn
-from ampfast.scaler.checkpoint import explained, require_loadable
+from ampfast.scaler.checkpoint import KEYS, require_loadable
 from ampfast.scaler.fused_step import step_fused
-from ampfast.scaler.history import History, ScalerStats
-from ampfast.scaler.loss_scale import Limits, LossScale
-from ampfast.scaler.max_skips import SkipWatch
+from ampfast.scaler.loss_scale import History, Limits, LossScale, ScalerStats
 from ampfast.scaler.overrides import Methods, original_methods
 from ampfast.scaler.passes import AS_THEY_ARE, CLIP, CLIP_DECIDED, DEFERRED, SCALED, Passes
-from ampfast.scaler.reports import Reports, reason_of
-from ampfast.scaler.skip_log import SkipLog
+from ampfast.scaler.reports import Reports
+from ampfast.scaler.skips import SkipLog, SkipWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GradScaler", "OptState"]
-
-# Attributes of this process and this iteration; weak references among them.
-_OF_THIS_PROCESS = (
-    *("_choice", "_kernels", "_norm_histories", "_passes", "_records", "_reports"),
-    "_skip_log",
-)
 
 _FLOAT32 = torch.float32
 
@@ -192,18 +185,6 @@ class GradScaler(TorchGradScaler):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-
-    def __repr__(self) -> str:
-        scale, told = self._scale if self._enabled else None, "disabled"
-        if scale is not None and scale.is_cpu:
-            stats, backend = self.stats(), self._choice.name_for(scale.device)
-            told = f"scale {stats.scale:.10g}, {stats.steps} steps, {stats.skipped} skipped"
-            told += f", backend {backend}"
-        elif scale is not None:  # nothing waits for a GPU
-            told = f"scale, steps and skipped on {scale.device}: see stats()"
-        elif self._enabled:
-            told = f"scale {self._init_scale:.10g}, on no device yet"
-        return f"<{type(self).__name__}: {told}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -627,7 +608,9 @@ class GradScaler(TorchGradScaler):
             LookupError: If this optimizer was never checked.
         """
         refuse_capture("a question that the host asks", "ask after the replay")
-        return reason_of(self._records.last_flags(optimizer)) if self._enabled else None
+        flags = [*self._records.last_flags(optimizer).values()] if self._enabled else []
+        flag = scalars.joint_flag(flags, flags[0].device).item() if flags else 0
+        return None if flag == 0 else "nonfinite" if flag == 1 else "spike"
 
     def skip_limit(self, optimizer: torch.optim.Optimizer | None = None) -> float | None:
         """Returns the norm above which the next step is skipped, with one host sync.
@@ -708,7 +691,15 @@ class GradScaler(TorchGradScaler):
 
     def _report_or_reason(self) -> OverflowReport | str | None:
         """The report of this rank, or why there is none, for texts; None without `track`."""
-        return self._reports.overflows_or_reason(self._why_no_report())
+        if self._track is None:
+            return None
+        try:
+            report = self.overflow_report(local=True)
+        except RuntimeError as error:
+            return str(error)
+        if report.step is None and dist.is_available() and dist.is_initialized():
+            return f"{report} This is the report of one rank: see those of the others."
+        return report
 
     def _why_no_report(self) -> str:
         """Why gradients may be unknown to the reports, or an empty text."""
@@ -750,13 +741,19 @@ class GradScaler(TorchGradScaler):
                 Nothing is loaded then. As with torch, a scaler becomes static, with a warning where
                 the checkpoint is of one with `dynamic=False`.
         """
-        with explained(state_dict):
+        try:
             if not self._enabled or len(state_dict) == 0:
                 super().load_state_dict(state_dict)  # which does nothing, or raises
                 return
             rules = (self._loss_scale.limits, self._dynamic, self._is_guard, self._growth_interval)
             tolerated, norms = require_loadable(state_dict, *rules)
             super().load_state_dict(state_dict)
+        except (KeyError, TypeError) as error:
+            got = [*state_dict][:5] if isinstance(state_dict, dict) else type(state_dict).__name__
+            keys = ", ".join(KEYS)
+            expected = f"expected what a scaler's state_dict() returns, a dict of {keys}; got {got}"
+            add_note(error, expected)
+            raise
         self._norm_histories.load(norms)
         self._loss_scale.load(tolerated)
         self._skip_watch.restart()
@@ -764,8 +761,10 @@ class GradScaler(TorchGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in _OF_THIS_PROCESS:
-            state.pop(name, None)
+        # The parts are of this process and this iteration; weak references are among them.
+        for name, part in vars(GradScaler).items():
+            if isinstance(part, cached_property) and name != "_ranks":
+                state.pop(name, None)
         # A shallow copy of a scaler has its own counts, too. An optimizer is not the same in
         # another process: its norms are for one that is yet to come.
         state["_saved_norms"] = self._norm_histories.saved()

@@ -8,11 +8,9 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ampfast.backends import aten
 from ampfast.backends.cuda_graphs import refuse_capture
-from ampfast.backends.scalars import joint_flag
 from ampfast.diagnose.find_nonfinite import NonFiniteFinder
 from ampfast.diagnose.grad_norms import NormHistory, NormReport, ParameterNorms
 from ampfast.diagnose.overflow_report import (
@@ -24,7 +22,7 @@ from ampfast.diagnose.overflow_report import (
     overflows_of,
     rows_on_host,
 )
-from ampfast.gradients import Flags, Record
+from ampfast.gradients import Record
 
 if TYPE_CHECKING:
     from ampfast.distributed import Ranks
@@ -104,18 +102,6 @@ class Reports:
             report = replace(report, module=self._finder.report_of(report.step))
         return report if ranks is None else OverflowReport.of_all(ranks.gathered(report))
 
-    def overflows_or_reason(self, why_none: str) -> OverflowReport | str | None:
-        """The report of this rank, or why there is none, for texts; None without tracking."""
-        if self._track is None:
-            return None
-        try:
-            report = self.overflows(None, why_none)
-        except RuntimeError as error:
-            return str(error)
-        if report.step is None and dist.is_available() and dist.is_initialized():
-            return f"{report} This is the report of one rank: see those of the others."
-        return report
-
     def norms(self, why_none: str) -> NormReport:
         """Returns the norms of living optimizers' parameters; one host sync, raises as others."""
         if self._track != "norms":
@@ -134,10 +120,3 @@ class Reports:
         """The rows of living optimizers, for a report, each with the optimizer's number."""
         refuse_capture("a report that the host reads", "ask after the replay")
         return [(n, rows) for n, each in enumerate(self._rows) if (rows := each()) is not None]
-
-
-def reason_of(flags: Flags) -> str | None:
-    """Why a step of these flags was skipped, with one host sync; None if it was not."""
-    listed = list(flags.values())
-    flag = joint_flag(listed, listed[0].device).item() if listed else 0
-    return None if flag == 0 else "nonfinite" if flag == 1 else "spike"

@@ -24,7 +24,7 @@ from ampfast.backends import core, cuda_graphs
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.clip import norm_history
 from ampfast.gradients import Turn
-from ampfast.scaler import grad_scaler, max_skips
+from ampfast.scaler import grad_scaler, skips
 from support.comparison import assert_same
 from support.launchers import serve_by
 from support.steps import take_step
@@ -290,7 +290,7 @@ class Capturing:
         graph = self.graph
         kernels = _Kernels(launcher, graph)
         serve_by(kernels, monkeypatch)
-        for module in (cuda_graphs, grad_scaler, max_skips, norm_history):
+        for module in (cuda_graphs, grad_scaler, skips, norm_history):
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cpu"))
