@@ -127,14 +127,17 @@ void bind_arguments(py::module_& m);
 py::custom_type_setup may_lack_memory();
 
 // Functions with CPython's own convention, since a cold call through pybind costs as much as all
-// the rest. Null without an error is None, and every exception of C++ is one of Python.
-template <PyObject* (*kBody)(PyObject* const*)>
-PyObject* called(PyObject* const* args, Py_ssize_t count, Py_ssize_t wanted) {
-  if (count != wanted) {
-    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", wanted, count);
+// the rest. Null without an error is None, and every exception of C++ is one of Python. A method's
+// first argument is its object.
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments, bool kIsMethod>
+PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != kArguments) {
+    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", kArguments, count);
   }
+  PyObject* all[kArguments + 1] = {self};
+  std::copy_n(args, kArguments, all + 1);
   try {
-    PyObject* result = kBody(args);
+    PyObject* result = kBody(kIsMethod ? all : args);
     return result != nullptr || PyErr_Occurred() != nullptr ? result : Py_NewRef(Py_None);
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
@@ -142,40 +145,18 @@ PyObject* called(PyObject* const* args, Py_ssize_t count, Py_ssize_t wanted) {
   }
 }
 
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return called<kBody>(args, count, kArguments);
-}
-
-// With the object as the first argument.
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  PyObject* all[kArguments + 1] = {self};
-  std::copy_n(args, std::min(count, kArguments), all + 1);
-  return called<kBody>(all, count, kArguments);
-}
-
-// Through void, as CPython's own casts go: the flag tells the true type.
-inline PyMethodDef method_of(const char* name, void* function) {
-  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
-}
-
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-void add_call(py::module_& m, const char* name) {
-  static PyMethodDef method[] = {method_of(name, reinterpret_cast<void*>(&call<kBody, kArguments>)),
-                                 {}};
-  if (PyModule_AddFunctions(m.ptr(), method) != 0) {
-    throw py::error_already_set();
-  }
-}
-
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-void add_method(const py::object& type, const char* name) {
-  static PyMethodDef method =
-      method_of(name, reinterpret_cast<void*>(&call_method<kBody, kArguments>));
-  const auto descriptor = py::reinterpret_steal<py::object>(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
-  py::setattr(type, name, descriptor);
+// Adds a function to a module, or a method to a class.
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments, bool kIsMethod = false>
+void add_call(const py::object& place, const char* name) {
+  // Through void, as CPython's own casts go: the flag tells the true type.
+  void* function = reinterpret_cast<void*>(&call<kBody, kArguments, kIsMethod>);
+  static PyMethodDef method{name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
+  auto* const type = reinterpret_cast<PyTypeObject*>(place.ptr());
+  const py::object module = place.attr("__name__");
+  py::setattr(place, name,
+              py::reinterpret_steal<py::object>(
+                  kIsMethod ? PyDescr_NewMethod(type, &method)
+                            : PyCFunction_NewEx(&method, place.ptr(), module.ptr())));
 }
 
 }  // namespace ampfast

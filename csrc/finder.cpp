@@ -36,13 +36,15 @@ struct Term {
 
 // The way of one scaler to gradients: what it finds, and what it does with them.
 struct Finder {
-  py::object choice;                     // kernels by device
-  uint64_t devices;                      // of these
-  py::object ranks = py::none();         // to agree with, or None
-  py::object local_shards = py::none();  // their method that makes a collector of local shards
-  py::object tracking = py::none();      // tables by parameter, or None
-  bool has_group = false;                // whether ranks agree on plain gradients, too
-  bool keeps_norms = false;              // whether the tables' squares are kept as norms
+  explicit Finder(py::object kernels)
+      : choice(std::move(kernels)), devices(choice.attr("devices").cast<uint64_t>()) {}
+
+  py::object choice;                 // kernels by device
+  uint64_t devices;                  // of these
+  py::object ranks = py::none();     // to agree with, or None
+  py::object tracking = py::none();  // tables by parameter, or None
+  bool has_group = false;            // whether ranks agree on plain gradients, too
+  bool keeps_norms = false;          // whether the tables' squares are kept as norms
   bool allow_fp16 = false;
   // Of the scale: its device, the state of which the first word counts the steps, and the passes.
   at::Tensor scale;
@@ -56,7 +58,7 @@ struct Finder {
   py::object rows_of(const Turn& turn, Found& found, bool measures);
   Running running(const py::object& rows) const { return {rows, words}; }
   Reading reading(bool writes, bool takes_fp16) const;
-  py::dict take(PyObject* optimizer, PyObject* turn, const Pass& pass, bool checks);
+  py::dict take(PyObject* optimizer, PyObject* turn, const Pass& pass);
   void agree(const Turn& turn);
   at::Tensor norm(const py::list& optimizers, const py::list& turns, const py::list& uses, Aim aim,
                   const py::object& limit, double order, const py::object& rule);
@@ -100,12 +102,7 @@ const Finder::Backend& Finder::backend_on(at::Device device) {
 }
 
 Reading Finder::reading(bool writes, bool takes_fp16) const {
-  Reading reading;
-  reading.allow_fp16 = takes_fp16;
-  reading.writes = writes;
-  reading.devices = devices;
-  reading.local_shards = local_shards;
-  return reading;
+  return {takes_fp16, writes, devices, ranks};
 }
 
 std::shared_ptr<Found> Finder::find(PyObject* optimizer, Reading reading, bool coalesces) {
@@ -121,26 +118,18 @@ std::shared_ptr<Found> Finder::find_in(py::object groups, Reading reading, bool 
     groups = py::tuple(groups);  // an iterator is consumed once
   }
   Walk found = walk(groups.ptr(), reading);
-  const auto is_known = [this](const GradList& list) { return known_on(list.device()) != nullptr; };
-  if (!std::all_of(found.lists.begin(), found.lists.end(), is_known)) {
-    found.hold();  // asking for kernels may run Python
+  bool has_kernels = true;
+  for (const GradList& list : found.lists) {
+    if (known_on(list.device()) == nullptr) {
+      found.hold();  // asking for kernels may run Python
+    }
+    has_kernels = has_kernels && !backend_on(list.device()).is_torch;
   }
-  const auto has_kernels = [this](const GradList& list) {
-    return !backend_on(list.device()).is_torch;
-  };
-  if (!std::all_of(found.lists.begin(), found.lists.end(), has_kernels)) {
+  if (!has_kernels) {
     reading.devices &= device_bit(at::kCPU);  // a GPU without kernels
     found = walk(groups.ptr(), reading);
   }
-  if (found.refused) {
-    const auto& [group, index, param] = *found.refused;
-    const py::object error = of_python("ampfast.gradients", "refusal")(group, index, param);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    throw py::error_already_set();
-  }
-  const std::shared_ptr<Found> all = sorted(std::move(found), coalesces);
-  all->param_groups = std::move(groups);
-  return all;
+  return sorted(std::move(found), coalesces);
 }
 
 std::shared_ptr<Found> Finder::sorted(Walk walk, bool coalesces) {
@@ -230,7 +219,8 @@ py::object Finder::rows_of(const Turn& turn, Found& found, bool measures) {
   return rows;
 }
 
-py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, bool checks) {
+py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass) {
+  const bool checks = pass.how == Factor::kDivide;  // what the optimizer's step divides
   const Turn turn(object);
   const std::shared_ptr<Found> found =
       find(optimizer, reading(pass.write, checks || allow_fp16), /*coalesces=*/false);
@@ -242,10 +232,9 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   Pass all = pass;
   const bool is_whole = agreement.is_none() && found->batches.size() == 1 &&
                         found->batches[0].list && found->batches[0].device == scale.device();
-  const bool divides = checks && pass.how == Factor::kDivide;
   if (is_whole) {
     all.ending = py::getattr(object, names::ending).cast<std::shared_ptr<UpdateObject>>();
-    if (divides && scale.dim() == 0 && is_scalar(scale, at::kFloat, kKernelDevices)) {
+    if (checks && scale.dim() == 0 && is_scalar(scale, at::kFloat, kKernelDevices)) {
       all.factor_copy = allocated({}, scale.options());
     }
   }
@@ -254,11 +243,10 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass, b
   how.agreement = agreement;
   const Flags flags = found->run(all, how);
   turn.flags(flags);
-  if (divides) {
+  if (checks) {
     const at::Tensor& copy = all.factor_copy;
     py::setattr(object, names::grad_scale, copy.defined() ? wrapped(copy) : py::none());
-  }
-  if (!checks) {
+  } else {
     turn.unscaled();
   }
   if (!agreement.is_none()) {
@@ -415,10 +403,10 @@ void Finder::Norm::prepare() {
   for (const Term& term : terms) {
     if (term.writes || (term.use == Use::kDeferred && !is_read)) {
       if (term.use != Use::kAsTheyAre) {
-        term.found->require_unscalable();
+        term.found->require("require_unscalable");
       }
       if (aim != Aim::kStep) {
-        term.found->require_writable();  // which autograd sees, as it sees a clip
+        term.found->require("require_writable");  // which autograd sees, as it sees a clip
       }
     }
   }
@@ -443,8 +431,8 @@ void Finder::Norm::unscale_first() {
   for (Term& term : terms) {
     if (term.use != Use::kAsTheyAre) {
       term.found = finder.find(term.optimizer, finder.reading(true, finder.allow_fp16), true);
-      term.found->require_unscalable();
-      term.found->require_writable();
+      term.found->require("require_unscalable");
+      term.found->require("require_writable");
     }
   }
   for (Term& term : terms) {
@@ -592,14 +580,14 @@ at::Tensor Finder::Norm::agreed(const std::vector<at::Tensor>& rows) {
 // The sums, and the flags of the terms.
 void Finder::Norm::measure() {
   place = here = finder.scale.defined() ? finder.scale.device() : at::Device(at::kCPU);
-  bool is_wide = false, is_known = false, is_in_list = false;
+  bool is_wide = false;
+  const Batch* first = nullptr;
   for (const Term& term : terms) {
     for (const Batch& batch : term.found->batches) {
       is_wide |= batch.has_float64();
-      if (!is_known || (batch.list && !is_in_list)) {
+      if (first == nullptr || (batch.list && !first->list)) {
+        first = &batch;
         place = batch.device;
-        is_known = true;
-        is_in_list = batch.list.has_value();
       }
     }
   }
@@ -677,9 +665,7 @@ void Finder::Norm::write() {
     if (is_clip) {
       pass.coefficient = clip->coefficient;
     }
-    Running how;  // overflows were marked as they were read
-    how.bumps_versions = is_clip;
-    term.found->run(pass, how);
+    term.found->run(pass, {});  // overflows were marked as they were read
   }
   if (terms.size() > 1 && finder.scale.defined()) {
     const at::Tensor found = joint(terms, here);
@@ -719,20 +705,18 @@ std::shared_ptr<Found> found_of(PyObject* object) {
   return py::cast<std::shared_ptr<Found>>(py::handle(object));
 }
 
-// finder.find(optimizer, writes, allow_fp16, coalesces) -> Found
+// finder.find(optimizer, allow_fp16) -> Found, about to be written
 PyObject* call_find(PyObject* const* args) {
   auto& finder = object_of<Finder>(args[0]);
-  const auto found = finder.find(args[1], finder.reading(args[2] == Py_True, args[3] == Py_True),
-                                 args[4] == Py_True);
+  const auto found = finder.find(args[1], finder.reading(true, args[2] == Py_True), false);
   found->walk.hold();
   return py::cast(found).release().ptr();
 }
 
-// finder.take(optimizer, turn, pass, checks) -> flags
+// finder.take(optimizer, turn, pass) -> flags
 PyObject* call_take(PyObject* const* args) {
   auto& finder = object_of<Finder>(args[0]);
-  const auto& pass = object_of<Pass>(args[3]);
-  return finder.take(args[1], args[2], pass, args[4] == Py_True).release().ptr();
+  return finder.take(args[1], args[2], object_of<Pass>(args[3])).release().ptr();
 }
 
 // finder.agree(turn)
@@ -758,7 +742,6 @@ PyObject* call_run(PyObject* const* args) {
               py::reinterpret_borrow<py::object>(args[3])};
   how.sums = args[4] == Py_True ? &sums : nullptr;
   const auto& pass = object_of<Pass>(args[1]);
-  how.bumps_versions = pass.write && (pass.coefficient.defined() || pass.clip != nullptr);
   const py::dict flags = dict_of(found_of(args[0])->run(pass, how));
   const py::object result = how.sums == nullptr ? py::object(flags) : py::make_tuple(flags, sums);
   return Py_NewRef(result.ptr());
@@ -780,21 +763,10 @@ void bind_found(py::module_& m) {
         }
         return devices;
       });
-  add_method<call_run, 4>(found, "run");
+  add_call<call_run, 4, true>(found, "run");
   py::class_<Finder> finder(m, "Finder", may_lack_memory(), py::is_final());
-  finder
-      .def(py::init([](py::object choice) {
-        Finder made;
-        made.devices = choice.attr("devices").cast<uint64_t>();
-        made.choice = std::move(choice);
-        return made;
-      }))
-      .def_property(
-          "ranks", [](const Finder& self) { return self.ranks; },
-          [](Finder& self, py::object ranks) {
-            self.local_shards = ranks.attr("local_shards");
-            self.ranks = std::move(ranks);
-          })
+  finder.def(py::init<py::object>())
+      .def_readwrite("ranks", &Finder::ranks)
       .def_readwrite("tracking", &Finder::tracking)
       .def_readwrite("has_group", &Finder::has_group)
       .def_readwrite("keeps_norms", &Finder::keeps_norms)
@@ -818,10 +790,10 @@ void bind_found(py::module_& m) {
       .def("find_over", [](Finder& self, const py::sequence& grads, bool writes) {
         return self.sorted(walk_over(grads, self.reading(writes, true)), false);
       });
-  add_method<call_find, 4>(finder, "find");
-  add_method<call_take, 4>(finder, "take");
-  add_method<call_agree, 1>(finder, "agree");
-  add_method<call_norm, 7>(finder, "norm");
+  add_call<call_find, 2, true>(finder, "find");
+  add_call<call_take, 3, true>(finder, "take");
+  add_call<call_agree, 1, true>(finder, "agree");
+  add_call<call_norm, 7, true>(finder, "norm");
 }
 
 }  // namespace ampfast

@@ -9,10 +9,6 @@
 
 namespace ampfast {
 
-py::object of_python(const char* module, const char* name) {
-  return py::module_::import(module).attr(name);
-}
-
 py::object device_object(at::Device device) {
   static PyObject* const cpu = THPDevice_New(at::Device(at::kCPU));
   return device.is_cpu() ? py::reinterpret_borrow<py::object>(cpu)
@@ -159,13 +155,15 @@ at::Tensor run_aside(const py::object& aside, const Pass& pass) {
 Flags Found::run(const Pass& pass, const Running& how) {
   const bool decides = !pass.coefficient.defined();
   if (pass.write && decides) {
-    require_unscalable();
+    require("require_unscalable");
   }
   if (pass.write && how.turn != nullptr && !batches.empty()) {
     how.turn->begin(how.agreement);
   }
-  if (how.bumps_versions) {
-    walk.bump_versions();
+  if (pass.write && !decides) {
+    for (const GradRef& ref : walk.grads) {
+      ref.grad->unsafeGetTensorImpl()->bump_version();  // as torch's clip
+    }
   }
   const bool is_whole = batches.size() == 1 && walk.shards.is_none();
   // Of the flag as it was given, also after gradients of its own device have set it.
@@ -243,18 +241,10 @@ std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> Found::split(
   return {inside, outside};
 }
 
-void Found::require_unscalable() const {
+void Found::require(const char* name) const {
   for (const Batch& batch : batches) {
     if (!batch.list) {
-      of_python("ampfast.backends.aten", "require_unscalable")(batch.aside);
-    }
-  }
-}
-
-void Found::require_writable() const {
-  for (const Batch& batch : batches) {
-    if (!batch.list) {
-      of_python("ampfast.backends.aten", "require_writable")(batch.aside);
+      of_python("ampfast.backends.aten", name)(batch.aside);
     }
   }
 }
@@ -273,13 +263,8 @@ bool Found::has_parameters(const py::tuple& known) const {
 
 py::tuple Found::groups() const {
   py::list groups;
-  for (const py::object& params : walk.kept) {
-    groups.append(params);
-  }
-  if (walk.kept.empty() && !param_groups.is_none()) {
-    for (const py::handle group : param_groups) {
-      groups.append(py::tuple(group[names::params]));
-    }
+  for (const py::object& params : walk.groups) {
+    groups.append(py::tuple(params));
   }
   return groups;
 }

@@ -6,9 +6,6 @@
 
 namespace ampfast {
 
-// A name of one of the package's modules.
-py::object of_python(const char* module, const char* name);
-
 // Python's object of a device.
 py::object device_object(at::Device device);
 
@@ -71,15 +68,12 @@ struct Running {
   // Begins right before the first write, after torch's refusals, if it is given.
   const Turn* turn = nullptr;
   py::object agreement = py::none();
-  // Whether the versions of gradients that are written grow, as autograd wants to know.
-  bool bumps_versions = false;
 };
 
 class Found {
  public:
   std::vector<Batch> batches;  // those for torch's ops first
   Walk walk;
-  py::object param_groups = py::none();
 
   Flags run(const Pass& pass, const Running& how);
 
@@ -87,9 +81,9 @@ class Found {
   std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> split(
       const std::unordered_set<int64_t>& numbers) const;
 
-  // Throws torch's error for the first gradient that its ops refuse to unscale, or to write.
-  void require_unscalable() const;
-  void require_writable() const;
+  // Throws torch's error for the first gradient that its ops refuse to unscale or to write, by
+  // `aten.require_unscalable` or `aten.require_writable`.
+  void require(const char* name) const;
 
   bool has_parameters(const py::tuple& known) const;
   py::tuple groups() const;

@@ -54,6 +54,10 @@ C10_ALWAYS_INLINE char* memory_of(const at::Tensor& tensor, bool writes) {
 
 }  // namespace
 
+py::object of_python(const char* module, const char* name) {
+  return py::module_::import(module).attr(name);
+}
+
 // A dense tensor has the keys of its backend and of what every tensor has, and no others: no
 // conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
 bool is_dense(const at::Tensor& tensor) {
@@ -179,17 +183,14 @@ class Walker {
   }
 
   // Returns whether the walk continues.
-  bool take_group(PyObject* params) {
+  bool take_group(py::object params) {
     if (!borrows_) {
       // Reading a gradient may run Python, which may change a list.
-      params = PySequence_Tuple(params);
-      if (params == nullptr) {
-        throw py::error_already_set();
-      }
-      found.kept.push_back(py::reinterpret_steal<py::object>(params));
+      params = py::tuple(params);
     }
-    PyObject* const* items = PySequence_Fast_ITEMS(params);
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
+    PyObject* const* items = PySequence_Fast_ITEMS(params.ptr());
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
+    found.groups.push_back(std::move(params));
     found.grads.reserve(found.grads.size() + size);
     for (Py_ssize_t i = 0; i < size;) {
       const Py_ssize_t taken = take_some(items + i, std::min(kTogether, size - i), i);
@@ -198,7 +199,6 @@ class Walker {
       }
       i += taken;
     }
-    ++group_;
     parameters_ += size;
     return true;
   }
@@ -252,7 +252,11 @@ class Walker {
         accept(metas[i]->grad_, number);
       } else if (has_grad(i) || params[i] == nullptr || (metas[i] && metas[i]->grad_fn_)) {
         // It runs Python, after which the others must be read again.
-        return !borrows_ && take_irregular(items[i], index + i, number) ? i + 1 : 0;
+        if (borrows_) {
+          return 0;
+        }
+        take_irregular(items[i], index + i, number);
+        return i + 1;
       }
     }
     return count;
@@ -264,7 +268,7 @@ class Walker {
            (!borrows_ || found.grads.empty() || grad.device() == found.grads[0].grad->device());
   }
 
-  bool take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
+  void take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
     const bool is_tensor = THPVariable_Check(item);
     at::Tensor grad;
     if (THPVariable_CheckExact(item)) {
@@ -275,15 +279,17 @@ class Walker {
     }
     if (!is_tensor || (grad.defined() && !reading_.allow_fp16 &&
                        c10::toRealValueType(grad.scalar_type()) == at::kHalf)) {
-      found.refused = {group_, index, py::reinterpret_borrow<py::object>(item)};
-      return false;
+      const auto refusal = of_python("ampfast.gradients", "refusal");
+      const py::object error = refusal(found.groups.size() - 1, index, py::handle(item));
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+      throw py::error_already_set();
     }
     // A parameter that may be distributed is passed on without gradient, too.
     const bool may_be_distributed =
         grad.defined() ? !has_plain_type(grad) : !THPVariable_CheckExact(item);
-    if (may_be_distributed && !reading_.local_shards.is_none()) {
+    if (may_be_distributed && !reading_.ranks.is_none()) {
       if (found.shards.is_none()) {
-        found.shards = reading_.local_shards();
+        found.shards = reading_.ranks.attr("local_shards")();
       }
       const py::object shard =
           found.shards(py::handle(item), grad.defined() ? py::cast(grad) : py::none(), number);
@@ -292,7 +298,6 @@ class Walker {
     if (grad.defined()) {
       sort(py::reinterpret_borrow<py::object>(item), grad, number);
     }
-    return true;
   }
 
   void sort(const py::object& param, at::Tensor grad, int64_t number) {
@@ -322,33 +327,35 @@ class Walker {
   const Reading& reading_;
   bool borrows_;
   uint64_t devices_;
-  int64_t group_ = 0;
   int64_t parameters_ = 0;
 };
 
-// A walk that borrows; nothing where it had to end, and all is as before then.
+// A walk that borrows; nothing where it had to end or a container is unusual, and all is as before.
 std::optional<Walk> borrowing_walk(PyObject* param_groups, const Reading& reading) {
 #ifdef Py_GIL_DISABLED  // another thread may change the lists
   return std::nullopt;
 #endif
+  if (!PyList_CheckExact(param_groups) || is_observed()) {
+    return std::nullopt;
+  }
   Walker walker(reading, true);
-  const auto take = [&walker](PyObject* params) { return walker.take_group(params); };
   try {
-    if (!is_observed() && for_each_plain_group(param_groups, take)) {
-      return walker.finish();
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
+      PyObject* group = PyList_GET_ITEM(param_groups, g);
+      PyObject* params =
+          PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, names::params) : nullptr;
+      if (params == nullptr || !PyList_CheckExact(params) ||
+          !walker.take_group(py::reinterpret_borrow<py::object>(params))) {
+        return std::nullopt;
+      }
     }
+    return walker.finish();
   } catch (const c10::Error&) {  // memory that was freed
   }
   return std::nullopt;
 }
 
 }  // namespace
-
-void Walk::bump_versions() const {
-  for (const GradRef& ref : grads) {
-    ref.grad->unsafeGetTensorImpl()->bump_version();
-  }
-}
 
 void Walk::hold() {
   if (owners != nullptr) {
@@ -369,10 +376,7 @@ Walk walk(PyObject* param_groups, const Reading& reading) {
   }
   Walker walker(reading, false);
   for (const py::handle group : py::handle(param_groups)) {
-    const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-    if (!walker.take_group(params.ptr())) {
-      return std::move(walker.found);
-    }
+    walker.take_group(py::reinterpret_borrow<py::object>(group)["params"]);
   }
   return walker.finish();
 }

@@ -27,6 +27,9 @@ namespace ampfast {
 
 namespace py = pybind11;
 
+// A name of one of the package's modules.
+py::object of_python(const char* module, const char* name);
+
 // The unit of work, in elements.
 constexpr int64_t kChunk = 16 * 1024;
 
@@ -96,7 +99,6 @@ class GradList {
   void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
   void hold(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
-  bool is_held() const { return owner_ != nullptr; }
 
   // The gradients of the parameters of these numbers, and the others.
   std::pair<GradList, GradList> split(const std::unordered_set<int64_t>& parameters) const;
@@ -178,8 +180,6 @@ constexpr uint64_t kKernelDevices = device_bit(at::kCPU) | device_bit(at::kCUDA)
 // A parameter, its gradient, which takes torch's own op, its number among all, without gradient
 // too, and the kind of the gradient.
 using SetAside = std::tuple<py::object, at::Tensor, int64_t, int64_t>;
-// Number of a group, place in it, and the parameter there.
-using Place = std::tuple<int64_t, int64_t, py::object>;
 
 // A gradient that the kernels can take, borrowed, and the number of its parameter.
 struct GradRef {
@@ -192,10 +192,10 @@ struct Reading {
   bool allow_fp16 = false;
   bool writes = false;                // they are about to be written
   uint64_t devices = kKernelDevices;  // the set of device types with kernels
-  // Unless None, what makes a collector of local shards where a parameter or gradient may be
+  // Unless None, their `local_shards` makes a collector where a parameter or gradient may be
   // distributed. That is called with the parameter, its gradient or None, and its number; it
   // returns the local shard of a distributed gradient, which is read in its place.
-  py::object local_shards = py::none();
+  py::object ranks = py::none();
 };
 
 // A tensor that may be written outside of inference mode, too; its values are not set.
@@ -212,43 +212,20 @@ struct Walk {
   std::vector<GradList> lists;  // one for each device
   Reused<GradRef> grads;        // the gradients of all lists
   std::vector<SetAside> set_aside;
-  // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
-  // unless float16 is allowed, whose gradient is float16.
-  std::optional<Place> refused;
   py::object shards = py::none();  // the collector of local shards, where one was made
   bool has_complex = false;        // gradients, which are read by their real view
-  std::vector<py::object> kept;    // the parameters of each group, if it owns them
+  std::vector<py::object> groups;  // the parameters of each
   std::shared_ptr<std::deque<at::Tensor>> owners;  // keeps the gradients that it does not borrow
 
   // Makes a walk that borrows its gradients keep them alive.
   void hold();
-
-  // Tells autograd that the gradients are written.
-  void bump_versions() const;
 };
 
-// Calls `body(params)` with the list of each of plain `param_groups`; false as soon as it says
-// false or a container is unusual.
-template <class Body>
-bool for_each_plain_group(PyObject* param_groups, const Body& body) {
-  if (!PyList_CheckExact(param_groups)) {
-    return false;
-  }
-  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
-    PyObject* group = PyList_GET_ITEM(param_groups, g);
-    PyObject* params =
-        PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, names::params) : nullptr;
-    if (params == nullptr || !PyList_CheckExact(params) || !body(params)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Reads `.grad` of every parameter in `param_groups`; the caller turns what torch warns of, as of
-// non-leaf tensors, into Python's warnings. Plain lists of plain parameters with gradients on one
-// device are borrowed from, without a call of Python: until the walk is held, nothing may run that
-// could drop them.
+// Reads `.grad` of every parameter in `param_groups`. Raises for the first parameter that torch
+// refuses: one that is not a tensor or, unless float16 is allowed, whose gradient is float16. The
+// caller turns what torch warns of, as of non-leaf tensors, into Python's warnings. Plain lists of
+// plain parameters with gradients on one device are borrowed from, without a call of Python: until
+// the walk is held, nothing may run that could drop them.
 Walk walk(PyObject* param_groups, const Reading& reading);
 
 // The same for gradients themselves.

@@ -79,12 +79,12 @@ class Passes:
         if self.measures:
             self.norm([optimizer], [turn], [SCALED], self._skip_above, scale)
             return
-        self._finder.take(optimizer, turn, self._unscaling, False)
+        self._finder.take(optimizer, turn, self._unscaling)
 
     def check(self, optimizer: Any, turn: Turn, work: Pass, scale: Tensor) -> Flags:
-        """Runs a pass that only reads, also float16 gradients; the stage of the turn stays."""
+        """Runs a pass that divides, also float16 gradients; the stage of the turn stays."""
         self._know(scale)
-        flags: Flags = self._finder.take(optimizer, turn, work, True)
+        flags: Flags = self._finder.take(optimizer, turn, work)
         return flags
 
     def check_by_scale(self, optimizer: Any, turn: Turn, scale: Tensor) -> Any:
@@ -103,7 +103,7 @@ class Passes:
             divisor, turn.divisor, turn.is_measured = turn.divisor, None, True
             return divisor
         before = turn["found_inf_per_device"] if turn.may_spike else None
-        flags: Flags = self._finder.take(optimizer, turn, self._dividing, True)
+        flags: Flags = self._finder.take(optimizer, turn, self._dividing)
         if before:
             turn["found_inf_per_device"] = joint_flags(before, flags)
         return scale.clone() if turn.grad_scale is None else turn.grad_scale
@@ -149,7 +149,7 @@ class Passes:
         """Unscales as torch's method that subclasses override."""
         if scale is not None:
             self._know(scale)
-        found = self._finder.find(optimizer, True, allow_fp16, False)
+        found = self._finder.find(optimizer, allow_fp16)
         work = Pass(True, Factor.TIMES, inv_scale, found_inf.clone())
         rows = self._finder.rows_of(turn, found)
         flags: Flags = found.run(work, rows, self._loss_scale.words, False)
