@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FunctionType, GeneratorType
 from typing import Any
 
@@ -17,7 +17,7 @@ from ampfast.backends.core import Aim, Clip, Factor, Pass, Use
 from ampfast.backends.scalars import moved, widest
 from ampfast.clip.global_norm import FUSED_ORDERS
 from ampfast.errors import warn_caller
-from ampfast.gradients import Turn
+from ampfast.gradients import Turn, grads_of
 
 # Before patch() gives the names to the functions of this module.
 torch_clip_grad_norm_: Any = torch.nn.utils.clip_grad_norm_
@@ -37,7 +37,7 @@ def clip_grad_norm_(
     """Multiplies gradients in place by min(1, max_norm / (norm + 1e-6)); no host sync.
 
     `torch.nn.utils.clip_grad_norm_` in two reads and one write; where the coefficient is 1, in one
-    read.
+    read. `error_if_nonfinite` takes one more.
 
     torch's function itself takes gradients on several devices, sparse or overlapping ones,
     DTensors, other subclasses and other orders, and compiled code.
@@ -68,8 +68,9 @@ def clip_grad_norm_(
         norm = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm
     finder, found, dtype = known
-    decides = _if_finite(limit, order, dtype) if error_if_nonfinite else limit
-    norm = finder.norm([found], [Turn()], _USES, _CLIP, decides, order, None)
+    if error_if_nonfinite:  # before anything is written
+        get_total_norm(grads_of(listed), norm_type, error_if_nonfinite)
+    norm = finder.norm([found], [Turn()], _USES, _CLIP, limit, order, None)
     return norm if norm.dtype is dtype else norm.to(dtype)
 
 
@@ -200,14 +201,3 @@ def _known(
     # They lack the largest magnitude of no values, and of complex ones.
     lacks_norm = order == math.inf and any(t.numel() == 0 or t.is_complex() for t in tensors)
     return None if dtype is None or lacks_norm else (finder, found, dtype)
-
-
-def _if_finite(limit: float, order: float, dtype: torch.dtype) -> Callable[..., None]:
-    """Decides a clip by a limit; raises, before it writes, if the norm is inf or NaN."""
-
-    def decide(clip: Clip, found_inf: Tensor | None) -> None:
-        torch_get_total_norm([clip.norm.to(dtype)], order, error_if_nonfinite=True)
-        kernels = backends.choose().kernels_for(clip.norm.device)
-        kernels.clip(clip.replaced(max_norm=limit))
-
-    return decide

@@ -88,8 +88,8 @@ class ReferenceLauncher:
         if not is_last:
             return
         if work.sums is not None:
-            work.sums[0] = self._squares
-            work.sums[1] = header[1:2].view(torch.float64)[0]
+            sums = work.sums.view(2)
+            sums[0], sums[1] = self._squares, header[1:2].view(torch.float64)[0]
             self._squares = 0.0
         found = bool(header[1] >= _INFINITE)
         if found or not work.accumulate:
