@@ -23,14 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ampfast {ampfast.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "info",
-        help="versions, devices, the backend of each, and why others cannot run, as JSON",
-    )
-    commands.add_parser(
-        "check",
-        help="is all equal to torch's on your machine? exit code 1 if anything differs; times",
-    )
+    commands.add_parser("info", help="versions, devices, backends, why one cannot run, as JSON")
+    commands.add_parser("check", help="is all equal to torch's here? Exit code 1 if not")
 
     run = commands.add_parser(
         "run",

@@ -469,8 +469,6 @@ def require_group(group: Any, device: Any, name: str = "process_group") -> None:
     """
     if group is None:
         return
-    if not dist.is_available():
-        raise TypeError(f"{name} needs a torch built with torch.distributed")
     if _is_mesh(group):
         is_member = group.get_coordinate() is not None
         if device is not None and group.device_type != torch.device(device).type:

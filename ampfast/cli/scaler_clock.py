@@ -72,11 +72,7 @@ class Record:
 
     def see(self, outputs: Any) -> Any:
         """Keeps the losses in an argument of `scale`; returns what takes the argument's place."""
-
-        def keep(loss: Tensor) -> None:
-            self._keep("losses", local_of(loss).detach().sum())
-
-        return visited(outputs, keep)
+        return visited(outputs, lambda loss: self._keep("losses", local_of(loss).detach().sum()))
 
     def see_state(self) -> None:
         """Keeps the scale and the flags that `update` is about to use."""
