@@ -66,13 +66,23 @@ inline py::object wrapped(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
-// An object of a class of the core that holds it by a shared pointer.
+// The class of Python's objects that hold a T.
+template <class T>
+PyTypeObject* class_of() {
+  static const py::handle type = py::type::of<T>().release();
+  return reinterpret_cast<PyTypeObject*>(type.ptr());
+}
+
+// What an object of a final class of the core holds. pybind's casters look for the class each time.
 template <class T>
 T& object_of(PyObject* object) {
-  py::detail::make_caster<T> caster;
-  TORCH_CHECK_TYPE(caster.load(object, false), "expected a ", py::type_id<T>(), ", got ",
+  auto* const instance = reinterpret_cast<py::detail::instance*>(object);
+  T* const held = Py_TYPE(object) == class_of<T>()
+                      ? instance->get_value_and_holder().template value_ptr<T>()
+                      : nullptr;
+  TORCH_CHECK_TYPE(held != nullptr, "expected a ", py::type_id<T>(), ", got ",
                    Py_TYPE(object)->tp_name);
-  return py::detail::cast_op<T&>(caster);
+  return *held;
 }
 
 // A gradient list, on that device where one is given.

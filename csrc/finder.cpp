@@ -233,7 +233,10 @@ py::dict Finder::take(PyObject* optimizer, PyObject* object, const Pass& pass) {
   const bool is_whole = agreement.is_none() && found->batches.size() == 1 &&
                         found->batches[0].list && found->batches[0].device == scale.device();
   if (is_whole) {
-    all.ending = py::getattr(object, names::ending).cast<std::shared_ptr<UpdateObject>>();
+    const py::object ending = py::getattr(object, names::ending);
+    if (!ending.is_none()) {
+      all.ending = ending.cast<std::shared_ptr<UpdateObject>>();
+    }
     if (checks && scale.dim() == 0 && is_scalar(scale, at::kFloat, kKernelDevices)) {
       all.factor_copy = allocated({}, scale.options());
     }
@@ -368,7 +371,7 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
     term.writes =
         !is_read && term.use != Use::kDeferred && !(is_guard && is_number && std::isinf(max_norm));
     const bool takes_fp16 = finder.allow_fp16 || term.use != Use::kScaled || is_read;
-    const bool is_found = py::isinstance<Found>(optimizers[i]);
+    const bool is_found = Py_TYPE(term.optimizer) == class_of<Found>();
     term.found = is_found
                      ? optimizers[i].cast<std::shared_ptr<Found>>()
                      : finder.find(term.optimizer, finder.reading(term.writes, takes_fp16), true);
