@@ -9,7 +9,6 @@ from torch import Tensor
 from ampfast.backends.core import Aim, Use
 
 CHUNK: int
-FACTORS: dict[str, int]
 # The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
 SPIKE: float
 SPIKE_BOUND: float
@@ -29,7 +28,7 @@ ENOUGH_CHUNKS: int
 
 TORCH: str  # which it was built for
 
-# Return words by name, of a scaler's state and of the norms of the steps taken; in `core` they are
+# Words by name, of a scaler's state and of the norms of the steps taken; in `core` they are
 # attributes of these names.
 state_layout: Any
 norm_layout: Any

@@ -271,19 +271,20 @@ class Agreement:
             value: 0-dim float64 or float32, not negative.
             largest: Maximum instead of sum; NaN is above infinity.
         """
-        # The bits of non-negative floats, as integers, keep their order, with NaN on top.
-        bits = torch.int64 if value.dtype is torch.float64 else torch.int32
-        first = value.view(bits).long() if largest else value
         # 0: no gradient; 1: finite ones; _FOUND and above: an overflow, also when summed.
         levels = [
-            scalars.any_found(flags.values(), device).to(first) * _FOUND + int(bool(flags))
+            scalars.any_found(flags.values(), device).to(value) * _FOUND + int(bool(flags))
             for flags in found
         ]
-        reduced = torch.stack([first, *levels])
-        self.reduce_(reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        reduced = torch.stack([value, *levels])
+        if largest:
+            # The bits of non-negative floats, as integers, keep their order, with NaN on top.
+            bits = torch.int64 if value.dtype is torch.float64 else torch.int32
+            self.reduce_(reduced.view(bits), dist.ReduceOp.MAX)
+        else:
+            self.reduce_(reduced, dist.ReduceOp.SUM)
         flags = _joint_flags(found, reduced[1:] >= _FOUND, reduced[1:] > 0, device)
-        total = reduced[0].to(bits).view(value.dtype) if largest else reduced[0].clone()
-        return flags, total
+        return flags, reduced[0].clone()
 
     def norm(self, norm: Tensor, order: float) -> Tensor:
         """Returns the global norm from each rank's local norm."""

@@ -11,13 +11,6 @@ at::Tensor tensor_of(PyObject* object) {
   return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
 
-const GradList& list_of(PyObject* object, std::optional<at::Device> device) {
-  const auto& list = object_of<GradList>(object);
-  TORCH_CHECK(!device || list.device() == *device, "the gradients are on ", list.device(),
-              ", not on ", *device);
-  return list;
-}
-
 namespace {
 
 PyObject* allocated_object(PyTypeObject* type, Py_ssize_t count) {

@@ -85,9 +85,6 @@ T& object_of(PyObject* object) {
   return *held;
 }
 
-// A gradient list, on that device where one is given.
-const GradList& list_of(PyObject* object, std::optional<at::Device> device = std::nullopt);
-
 // Python's objects for what kernels are given; the stub _C.pyi describes their fields. A tensor
 // that may be None is undefined then, and all that are given are on one device.
 

@@ -111,7 +111,9 @@ namespace {
 
 // run_on(launcher, list, pass) -> found_inf, of the pass or a new one
 PyObject* call_run_on(PyObject* const* args) {
-  return wrapped(run_on(args[0], list_of(args[1]), object_of<Pass>(args[2]))).release().ptr();
+  return wrapped(run_on(args[0], object_of<GradList>(args[1]), object_of<Pass>(args[2])))
+      .release()
+      .ptr();
 }
 
 // clip_on(launcher, clip)

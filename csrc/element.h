@@ -30,7 +30,8 @@ AMPFAST_ELEMENT float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-// How an optimizer applies a factor to a gradient, which decides whether a step is skipped.
+// How an optimizer applies a factor to a gradient, which decides whether a step is skipped;
+// `backends.core` has it, too.
 enum class Factor {
   kNone,             // the gradient is taken as it is
   kTimes,            // it is multiplied by the factor: what unscaling writes

@@ -92,13 +92,10 @@ const Finder::Backend& Finder::backend_on(at::Device device) {
     return *known;
   }
   static const py::handle torch_ops = py::module_::import("ampfast.backends.aten").release();
-  py::object kernels = choice.attr("kernels_for")(device_object(device));
-  PyObject* launcher = nullptr;
-  if (py::hasattr(kernels, "launcher")) {
-    launcher = kernels.attr("launcher").ptr();
-  }
-  const bool is_torch = kernels.is(torch_ops);
-  return backends_.emplace_back(Backend{device, std::move(kernels), launcher, is_torch});
+  const py::object kernels = choice.attr("kernels_for")(device_object(device));
+  const py::object launcher = py::getattr(kernels, "launcher", py::none());
+  return backends_.emplace_back(Backend{
+      device, kernels, launcher.is_none() ? nullptr : launcher.ptr(), kernels.is(torch_ops)});
 }
 
 Reading Finder::reading(bool writes, bool takes_fp16) const {
@@ -266,7 +263,7 @@ void Finder::agree(const Turn& turn) {
   flags.append(turn.flags());
   flags = agreement.attr("all_reduce")(flags, device_object(scale.device()));
   turn.flags(py::dict(flags[0]));
-  turn.agreed();
+  turn.set(names::agreement, py::none());
 }
 
 // Whether kernels can decide a clip where its norm is.
@@ -529,7 +526,7 @@ bool Finder::Norm::can_agree() const {
 
 // The sums and flags of all ranks by one collective, as by `Agreement.all_reduce_norm`.
 at::Tensor Finder::Norm::agreed(const std::vector<at::Tensor>& rows) {
-  constexpr int64_t kOverflow = int64_t{1} << 32;  // `_FOUND` in distributed.py
+  constexpr double kOverflow = 0x1p32;  // `_FOUND` in distributed.py
   for (const Term& term : terms) {
     if (!is_read && term.turn.is_ready()) {
       term.turn.flags(term.flags);
@@ -545,38 +542,26 @@ at::Tensor Finder::Norm::agreed(const std::vector<at::Tensor>& rows) {
       peak = larger_or_nan(peak, values[1]);
     }
   }
-  const int64_t size = 1 + static_cast<int64_t>(terms.size());
-  const at::Tensor all = allocated({size}, largest ? at::kLong : at::kDouble);
   // The bits of floats that are not negative keep their order, with NaN on top.
-  const auto put = [&](int64_t place, double value, int64_t word) {
-    if (largest) {
-      all.mutable_data_ptr<int64_t>()[place] = word;
-    } else {
-      all.mutable_data_ptr<double>()[place] = value;
-    }
-  };
-  put(0, sum, bits_as<int64_t>(peak));
+  const at::Tensor all = allocated({1 + static_cast<int64_t>(terms.size())}, at::kDouble);
+  auto* const values = all.mutable_data_ptr<double>();
+  values[0] = largest ? peak : sum;
   for (size_t i = 0; i < terms.size(); ++i) {
-    int64_t level = terms[i].flags.empty() ? 0 : 1;
+    values[i + 1] = terms[i].flags.empty() ? 0 : 1;
     for (const auto& [at, flag] : terms[i].flags) {
-      level |= *flag.const_data_ptr<float>() != 0 ? kOverflow : 0;
+      values[i + 1] += *flag.const_data_ptr<float>() != 0 ? kOverflow : 0;
     }
-    put(static_cast<int64_t>(i) + 1, static_cast<double>(level), level);
   }
   const auto op = py::module_::import("torch.distributed").attr("ReduceOp");
-  agreement.attr("reduce_")(all, op.attr(largest ? "MAX" : "SUM"));
+  agreement.attr("reduce_")(largest ? all.view(at::kLong) : all, op.attr(largest ? "MAX" : "SUM"));
   for (size_t i = 0; i < terms.size(); ++i) {
-    const double level = largest ? static_cast<double>(all.const_data_ptr<int64_t>()[i + 1])
-                                 : all.const_data_ptr<double>()[i + 1];
     terms[i].flags.clear();
-    if (level > 0) {
-      terms[i].flags.emplace_back(at::kCPU, new_scalar<float>(level >= kOverflow ? 1 : 0));
+    if (values[i + 1] > 0) {
+      terms[i].flags.emplace_back(at::kCPU, new_scalar<float>(values[i + 1] >= kOverflow ? 1 : 0));
     }
   }
   const at::Tensor sums = allocated({1, 2}, at::kDouble);
-  const double total =
-      largest ? bits_as<double>(*all.const_data_ptr<int64_t>()) : *all.const_data_ptr<double>();
-  std::fill_n(sums.mutable_data_ptr<double>(), 2, total);
+  std::fill_n(sums.mutable_data_ptr<double>(), 2, values[0]);
   return sums;
 }
 
@@ -650,7 +635,7 @@ void Finder::Norm::decide() {
 // Writes what is clipped, or was measured first; turns say "skip" until all is done.
 void Finder::Norm::write() {
   for (Term& term : terms) {
-    term.turn.agreed();
+    term.turn.set(names::agreement, py::none());
     const bool is_kept = aim == Aim::kStep && term.use == Use::kDeferred;
     if (term.unscales) {
       term.turn.unscaled();  // says "skip" since it was measured, if it has gradients

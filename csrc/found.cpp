@@ -50,22 +50,14 @@ void Turn::begin(const py::object& agreement) const {
   unscaled();
 }
 
-namespace {
-
-PyObject* stage_of(const char* name) {
-  return py::object(of_python("torch.amp.grad_scaler", "OptState").attr(name)).release().ptr();
-}
-
-}  // namespace
-
 bool Turn::is_ready() const {
-  static PyObject* const ready = stage_of("READY");
-  return PyDict_GetItemWithError(turn_, names::stage) == ready;
+  static const py::handle ready = of_python("ampfast.gradients", "READY").release();
+  return PyDict_GetItemWithError(turn_, names::stage) == ready.ptr();
 }
 
 void Turn::unscaled() const {
-  static PyObject* const stage = stage_of("UNSCALED");
-  py::reinterpret_borrow<py::dict>(turn_)[names::stage] = py::handle(stage);
+  static const py::handle stage = of_python("ampfast.gradients", "UNSCALED").release();
+  py::reinterpret_borrow<py::dict>(turn_)[names::stage] = stage;
 }
 
 void Turn::flags(const Flags& flags) const {
@@ -80,12 +72,6 @@ void Turn::flags(const py::dict& flags) const {
 py::dict Turn::flags() const {
   return py::reinterpret_borrow<py::dict>(
       PyDict_GetItemWithError(turn_, names::found_inf_per_device));
-}
-
-void Turn::agreed() const {
-  if (!py::getattr(turn_, names::agreement).is_none()) {
-    set(names::agreement, py::none());
-  }
 }
 
 void Turn::set(PyObject* name, const py::object& value) const { py::setattr(turn_, name, value); }
@@ -145,11 +131,6 @@ at::Tensor marks_on(const py::object& rows, at::Device device) {
                           : tensor_of(rows.attr("counters_on")(device_object(device)).ptr());
 }
 
-at::Tensor run_aside(const py::object& aside, const Pass& pass) {
-  static const py::handle run = of_python("ampfast.backends.aten", "run").release();
-  return tensor_of(run(aside, std::make_shared<Pass>(pass)).ptr());
-}
-
 }  // namespace
 
 Flags Found::run(const Pass& pass, const Running& how) {
@@ -192,7 +173,8 @@ Flags Found::run(const Pass& pass, const Running& how) {
     }
     at::Tensor flag;
     if (!batch.list) {
-      flag = run_aside(batch.aside, here);
+      static const py::handle run = of_python("ampfast.backends.aten", "run").release();
+      flag = tensor_of(run(batch.aside, std::make_shared<Pass>(here)).ptr());
     } else if (batch.launcher != nullptr) {
       flag = run_on(batch.launcher, *batch.list, std::move(here));
     } else {
@@ -220,6 +202,7 @@ Flags Found::run(const Pass& pass, const Running& how) {
 std::pair<std::shared_ptr<Found>, std::shared_ptr<Found>> Found::split(
     const std::unordered_set<int64_t>& numbers) const {
   auto inside = std::make_shared<Found>(), outside = std::make_shared<Found>();
+  inside->walk.owners = outside->walk.owners = walk.owners;
   const auto take = [](Found& half, const Batch& batch, std::optional<GradList> list,
                        const py::object& aside) {
     const bool is_empty = list ? list->elements() == 0 : py::len(aside.attr("groups")) == 0;

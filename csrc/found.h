@@ -46,7 +46,6 @@ class Turn {
   void flags(const Flags& flags) const;
   void flags(const py::dict& flags) const;
   py::dict flags() const;
-  void agreed() const;  // ends what ranks have to agree on
   void set(PyObject* name, const py::object& value) const;
   const at::Tensor& flag() const { return flag_; }
   PyObject* object() const { return turn_; }

@@ -159,7 +159,7 @@ C10_ALWAYS_INLINE void GradList::add(at::ScalarType dtype, char* address, int64_
 }
 
 std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>& parameters) const {
-  std::pair<GradList, GradList> both{{device_, owner_}, {device_, owner_}};
+  std::pair<GradList, GradList> both{device_, device_};
   for (const DtypeList& list : lists_) {
     for (const Span& span : list.spans) {
       GradList& grads = parameters.count(span.parameter) != 0 ? both.first : both.second;
@@ -317,7 +317,7 @@ class Walker {
         return list;
       }
     }
-    return found.lists.emplace_back(device, found.owners);
+    return found.lists.emplace_back(device);
   }
 
   void accept(const at::Tensor& grad, int64_t number) {
@@ -365,9 +365,6 @@ void Walk::hold() {
   for (GradRef& ref : grads) {
     ref.grad = &owners->emplace_back(*ref.grad);
   }
-  for (GradList& list : lists) {
-    list.hold(owners);
-  }
 }
 
 Walk walk(PyObject* param_groups, const Reading& reading) {
@@ -395,7 +392,8 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
   }
   // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
   const auto items = std::make_shared<const py::tuple>(tensors);
-  GradList list(device, items);
+  GradList list(device);
+  list.hold(items);
   for (size_t i = 0; i < items->size(); ++i) {
     PyObject* item = PyTuple_GET_ITEM(items->ptr(), i);
     if (!THPVariable_CheckExact(item)) {

@@ -86,18 +86,15 @@ struct DtypeList {
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
-// Keeps the gradients alive, so it lives for one pass only.
 class GradList {
  public:
-  // `owner` holds references to all tensors that are added. One for all of them, since counting
-  // references one by one takes as long as all the rest.
-  GradList(at::Device device, std::shared_ptr<const void> owner)
-      : device_(device), owner_(std::move(owner)) {}
+  explicit GradList(at::Device device) : device_(device) {}
 
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
+  // Keeps what holds the gradients, for a list that may outlive them.
   void hold(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
 
   // The gradients of the parameters of these numbers, and the others.
@@ -215,7 +212,8 @@ struct Walk {
   py::object shards = py::none();  // the collector of local shards, where one was made
   bool has_complex = false;        // gradients, which are read by their real view
   std::vector<py::object> groups;  // the parameters of each
-  std::shared_ptr<std::deque<at::Tensor>> owners;  // keeps the gradients that it does not borrow
+  // Keeps the gradients that it does not borrow: counting references takes as long as the walk.
+  std::shared_ptr<std::deque<at::Tensor>> owners;
 
   // Makes a walk that borrows its gradients keep them alive.
   void hold();

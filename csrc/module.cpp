@@ -12,44 +12,6 @@
 #include "track.h"
 
 namespace ampfast {
-namespace {
-
-// Layout of a scaler's state, by name.
-std::map<std::string, int64_t> state_layout() {
-  return {{"STEPS", kSteps},
-          {"SKIPPED", kSkipped},
-          {"GROWTHS", kGrowths},
-          {"BACKOFFS", kBackoffs},
-          {"CONSECUTIVE_SKIPS", kConsecutiveSkips},
-          {"TOLERATED", kTolerated},
-          {"SPIKES", kSpikes},
-          {"COUNTED", kCounted},
-          {"COUNTERS", kCounters},
-          {"BEFORE", kBefore},
-          {"SCALE_BEFORE", kScaleBefore},
-          {"TRACKER_BEFORE", kTrackerBefore},
-          {"MIN_SCALE", kMinScale},
-          {"MAX_SCALE", kMaxScale},
-          {"MOST_TOLERATED", kMostTolerated},
-          {"RING", kRing},
-          {"RING_STEPS", kRingSteps},
-          {"RING_SCALE", kRingScale},
-          {"RING_STATUS", kRingStatus},
-          {"RING_NORM", kRingNorm},
-          {"RING_WORDS", kRingWords},
-          {"STATE_WORDS", kStateWords}};
-}
-
-// Layout of the norms of the steps taken, by name.
-std::map<std::string, int64_t> norm_layout() {
-  return {{"COUNT", kNormCount},
-          {"SPIKES", kNormSpikes},
-          {"PATIENCE", kNormPatience},
-          {"RESTARTS", kNormRestarts},
-          {"RING", kNormRing}};
-}
-
-}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   cuda::bind(m);
@@ -63,8 +25,33 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MARK_SQUARES") = static_cast<int64_t>(kSquares);
   m.attr("CLIP_EPSILON") = kClipEpsilon;
   m.attr("TORCH") = TORCH_VERSION;
-  m.def("state_layout", &state_layout);
-  m.def("norm_layout", &norm_layout);
+  m.attr("state_layout") = std::map<std::string, int64_t>{{"STEPS", kSteps},
+                                                          {"SKIPPED", kSkipped},
+                                                          {"GROWTHS", kGrowths},
+                                                          {"BACKOFFS", kBackoffs},
+                                                          {"CONSECUTIVE_SKIPS", kConsecutiveSkips},
+                                                          {"TOLERATED", kTolerated},
+                                                          {"SPIKES", kSpikes},
+                                                          {"COUNTED", kCounted},
+                                                          {"COUNTERS", kCounters},
+                                                          {"BEFORE", kBefore},
+                                                          {"SCALE_BEFORE", kScaleBefore},
+                                                          {"TRACKER_BEFORE", kTrackerBefore},
+                                                          {"MIN_SCALE", kMinScale},
+                                                          {"MAX_SCALE", kMaxScale},
+                                                          {"MOST_TOLERATED", kMostTolerated},
+                                                          {"RING", kRing},
+                                                          {"RING_STEPS", kRingSteps},
+                                                          {"RING_SCALE", kRingScale},
+                                                          {"RING_STATUS", kRingStatus},
+                                                          {"RING_NORM", kRingNorm},
+                                                          {"RING_WORDS", kRingWords},
+                                                          {"STATE_WORDS", kStateWords}};
+  m.attr("norm_layout") = std::map<std::string, int64_t>{{"COUNT", kNormCount},
+                                                         {"SPIKES", kNormSpikes},
+                                                         {"PATIENCE", kNormPatience},
+                                                         {"RESTARTS", kNormRestarts},
+                                                         {"RING", kNormRing}};
   m.attr("CPU_CAPABILITY") = cpu::capability();
   m.def("use_baseline", &cpu::use_baseline);
 
@@ -95,11 +82,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("is_scalar", &is_scalar, py::arg("tensor"), py::arg("dtype"),
         py::arg("devices") = kKernelDevices);
-  m.attr("FACTORS") =
-      std::map<std::string, int>{{"NONE", static_cast<int>(Factor::kNone)},
-                                 {"TIMES", static_cast<int>(Factor::kTimes)},
-                                 {"TIMES_RECIPROCAL", static_cast<int>(Factor::kTimesReciprocal)},
-                                 {"DIVIDE", static_cast<int>(Factor::kDivide)}};
   m.attr("SPIKE") = kSpike;
   m.attr("SPIKE_BOUND") = kSpikeBound;
   m.attr("LEAST_DEVIATION") = kLeastDeviation;

@@ -14,20 +14,9 @@ Object owned(PyObject* object) {
   return py::reinterpret_steal<Object>(object);
 }
 
-// A 0-dim tensor on a device that kernels read or write, or null.
-const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype, at::Device device = at::kCPU) {
-  if (!THPVariable_CheckExact(object)) {
-    return nullptr;
-  }
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  const bool is_known = tensor.dim() == 0 && tensor.device() == device &&
-                        is_scalar(tensor, dtype, device_bit(device.type()));
-  return is_known ? &tensor : nullptr;
-}
-
 // run(list, pass) -> found_inf, of the pass or a new one
 PyObject* run(PyObject* const* args) {
-  const at::Tensor flag = run_on_cpu(list_of(args[0], at::kCPU), object_of<Pass>(args[1]));
+  const at::Tensor flag = run_on_cpu(object_of<GradList>(args[0]), object_of<Pass>(args[1]));
   return wrapped(flag).release().ptr();
 }
 
@@ -43,13 +32,15 @@ std::optional<bool> found_on_cpu(PyObject* flags) {
     return std::nullopt;
   }
   double sum = 0;  // of Python's floats
-  PyObject *key = nullptr, *flag = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(flags, &place, &key, &flag) != 0;) {
-    const at::Tensor* tensor = scalar_of(flag, at::kFloat);
-    if (tensor == nullptr) {
+  for (const auto& [device, flag] : py::reinterpret_borrow<py::dict>(flags)) {
+    if (!THPVariable_CheckExact(flag.ptr())) {
       return std::nullopt;
     }
-    sum += *tensor->const_data_ptr<float>();
+    const at::Tensor& tensor = THPVariable_Unpack(flag.ptr());
+    if (tensor.dim() != 0 || !is_scalar(tensor, at::kFloat, device_bit(at::kCPU))) {
+      return std::nullopt;
+    }
+    sum += *tensor.const_data_ptr<float>();
   }
   return sum != 0;
 }
@@ -161,9 +152,8 @@ PyObject* flags_of(PyObject* const* args) {
       agree(turn);
     }
     const py::dict flags = py::dict(turn[names::found_inf_per_device]);
-    PyObject *device = nullptr, *flag = nullptr;
-    for (Py_ssize_t place = 0; PyDict_Next(flags.ptr(), &place, &device, &flag) != 0;) {
-      found.append(py::handle(flag));
+    for (const auto& [device, flag] : flags) {
+      found.append(flag);
     }
   }
   return found.release().ptr();
@@ -173,10 +163,9 @@ PyObject* flags_of(PyObject* const* args) {
 // one given for one of the names
 PyObject* overrides(PyObject* const* args) {
   const auto own = owned<py::object>(PyObject_GenericGetDict(args[0], nullptr));
-  PyObject *name = nullptr, *original = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(args[1], &place, &name, &original) != 0;) {
-    if (_PyType_Lookup(Py_TYPE(args[0]), name) != original ||
-        PyDict_GetItemWithError(own.ptr(), name) != nullptr) {
+  for (const auto& [name, original] : py::reinterpret_borrow<py::dict>(args[1])) {
+    if (_PyType_Lookup(Py_TYPE(args[0]), name.ptr()) != original.ptr() ||
+        PyDict_GetItemWithError(own.ptr(), name.ptr()) != nullptr) {
       return Py_NewRef(Py_True);
     }
   }
@@ -287,9 +276,8 @@ PyObject* divides_by(PyObject* const* args) {
 PyObject* drop_unheld(PyObject* const* args) {
 #ifndef Py_GIL_DISABLED  // counts of references are approximate there
   std::vector<py::object> unheld;
-  PyObject *key = nullptr, *value = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(args[0], &place, &key, &value) != 0;) {
-    if (Py_REFCNT(key) == 1 && THPVariable_Unpack(key).use_count() == 1) {
+  for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(args[0])) {
+    if (Py_REFCNT(key.ptr()) == 1 && THPVariable_Unpack(key.ptr()).use_count() == 1) {
       unheld.push_back(py::reinterpret_borrow<py::object>(key));
     }
   }

@@ -22,9 +22,7 @@ namespace autograd = torch::autograd;
 // Rows of a table that is added when the others are full.
 constexpr int64_t kRows = 128;
 
-py::object of_python(const char* name) {
-  return py::module_::import("ampfast.diagnose.find_nonfinite").attr(name);
-}
+constexpr const char* kPython = "ampfast.diagnose.find_nonfinite";
 
 // Tells whether a tensor's values are in memory as a dense one's, and may be infinite.
 bool is_readable(const at::Tensor& tensor) {
@@ -56,7 +54,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
       } else if (!part.is_none() && !PyLong_Check(object) && !PyFloat_Check(object) &&
                  !PyUnicode_Check(object) && seen.insert(object).second) {
         const bool is_plain = PyTuple_Check(object) || PyList_Check(object);
-        const py::object items = is_plain ? part : of_python("_parts_of")(part);
+        const py::object items = is_plain ? part : of_python(kPython, "_parts_of")(part);
         for (const py::handle item : items) {
           parts.push_back(py::reinterpret_borrow<py::object>(item));
         }
@@ -161,7 +159,7 @@ class Reads : public std::enable_shared_from_this<Reads> {
     if (gradients_.empty()) {
       // On the device: neither does the host wait, nor does a replayed graph keep an old number.
       if (const py::object words = words_(); !words.is_none()) {
-        updates_ = of_python("_updates_in")(words).cast<at::Tensor>();
+        updates_ = of_python(kPython, "_updates_in")(words).cast<at::Tensor>();
       }
     }
     if (const auto row = read(gradient)) {
@@ -178,8 +176,9 @@ class Reads : public std::enable_shared_from_this<Reads> {
       return each.stream == stream && each.used < kRows;
     });
     if (place == tables_.end()) {
-      const auto [rows, backend] = of_python("_new_table")(device, int64_t{kRows}, int{kPeakWords})
-                                       .cast<std::pair<at::Tensor, std::string>>();
+      const auto [rows, backend] =
+          of_python(kPython, "_new_table")(device, int64_t{kRows}, int{kPeakWords})
+              .cast<std::pair<at::Tensor, std::string>>();
       place = tables_.insert(tables_.end(), Table{stream, rows, backend});
     }
     const at::Tensor table = place->rows;
@@ -188,11 +187,11 @@ class Reads : public std::enable_shared_from_this<Reads> {
     const int64_t result = (place - tables_.begin()) * kRows + row;
     if (!(by_cuda || place->backend == "cpu") || tensor.numel() == 0 ||
         !is_regular(tensor, kKernelDevices)) {
-      const bool is_read = of_python("_read_by_ops")(tensor, table, row).cast<bool>();
+      const bool is_read = of_python(kPython, "_read_by_ops")(tensor, table, row).cast<bool>();
       return is_read ? std::optional(result) : std::nullopt;
     }
     double* words = table.mutable_data_ptr<double>() + row * kPeakWords;
-    GradList list(device, nullptr);
+    GradList list(device);
     list.add(tensor, false, 0);
     if (by_cuda) {
       cuda::read_peak(list, words);

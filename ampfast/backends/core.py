@@ -39,17 +39,17 @@ compiled = _C
 list_of = _C.GradList.of
 
 # Words of a scaler's state, and of the norms of the steps taken, by name, as in csrc/scale.h.
-state_layout = SimpleNamespace(**_C.state_layout())
-norm_layout = SimpleNamespace(**_C.norm_layout())
+state_layout = SimpleNamespace(**_C.state_layout)
+norm_layout = SimpleNamespace(**_C.norm_layout)
 
 
 class Factor(IntEnum):
     """How an optimizer applies the factor of a pass, which decides whether a value is finite."""
 
-    NONE = _C.FACTORS["NONE"]
-    TIMES = _C.FACTORS["TIMES"]
-    TIMES_RECIPROCAL = _C.FACTORS["TIMES_RECIPROCAL"]  # a float64 one, rounded to float32
-    DIVIDE = _C.FACTORS["DIVIDE"]
+    NONE = 0
+    TIMES = 1
+    TIMES_RECIPROCAL = 2  # a float64 one, rounded to float32
+    DIVIDE = 3
 
 
 class Use(IntEnum):
