@@ -18,7 +18,6 @@ from torch import Tensor
 from ampfast.backends.aten import local_of
 from ampfast.backends.cuda_graphs import is_capturing
 from ampfast.scaler.late_backward import visited
-from ampfast.scaler.overrides import replace_method
 
 _METHODS = ("scale", "unscale_", "clip_grad_norm_", "step", "update", "step_and_update")
 _ENDS = ("update", "step_and_update")
@@ -120,7 +119,11 @@ class ScalerClock:
         self._keeps_values, self._ended = keeps_values, ended
         for kind in kinds:
             for name in set(_METHODS) & vars(kind).keys():
-                replace_method(kind, name, self._timed(name, vars(kind)[name]))
+                original, timed = vars(kind)[name], self._timed(name, vars(kind)[name])
+                setattr(kind, name, timed)
+                for hooks in vars(kind).get("_originals", ()):
+                    if hooks.get(name) is original:
+                        hooks[name] = timed  # it is no hook
         # Around torch's own wrapper, whose time would count as the scaler's.
         optimizer: Any = torch.optim.Optimizer
         profiled = optimizer.profile_hook_step

@@ -30,7 +30,6 @@ from ampfast.scaler import late_backward, out_of_turn
 from ampfast.scaler.checkpoint import KEYS, require_loadable
 from ampfast.scaler.fused_step import step_fused
 from ampfast.scaler.loss_scale import History, Limits, LossScale, ScalerStats
-from ampfast.scaler.overrides import Methods, original_methods
 from ampfast.scaler.passes import AS_THEY_ARE, CLIP, CLIP_DECIDED, DEFERRED, SCALED, Passes
 from ampfast.scaler.reports import Reports
 from ampfast.scaler.skips import SkipLog, SkipWatch
@@ -103,8 +102,8 @@ class GradScaler(TorchGradScaler):
 
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
-    # Methods as they were, for `overrides.replace_method`.
-    _originals: ClassVar[tuple[Methods, ...]] = ()
+    # Methods as they were, for the one who replaces them by methods that only watch.
+    _originals: ClassVar[tuple[dict[str, Any], ...]] = ()
     # Whether the scaler agrees with all ranks where no group is given.
     _is_for_all = False
     _warned_of_backward = _warned_of_zero = False
@@ -875,10 +874,11 @@ class GradScaler(TorchGradScaler):
             watch.see(words, self)
 
 
-# The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run.
+# The hooks that torch's `unscale_` and `step` call: if one is overridden, torch's methods run. What
+# replaces a method later, on the class too, is a hook.
 _CHECKS = "_check_scale_growth_tracker", "_get_scale_async", "_check_inf_per_device"
-_HOOKS = original_methods(GradScaler, "unscale_", "_unscale_grads_", *_CHECKS)
-_MAYBE_STEP = original_methods(GradScaler, "_maybe_opt_step")
-_MORE = ("_maybe_opt_step", "_found_inf_per_device", "step", "update")
-_ALL_HOOKS = original_methods(GradScaler, *_HOOKS, *_MORE)
+_HOOKS = {name: getattr(GradScaler, name) for name in ("unscale_", "_unscale_grads_", *_CHECKS)}
+_MAYBE_STEP = {"_maybe_opt_step": GradScaler._maybe_opt_step}
+_MORE = ("_found_inf_per_device", "step", "update")
+_ALL_HOOKS = {**_HOOKS, **_MAYBE_STEP, **{name: getattr(GradScaler, name) for name in _MORE}}
 GradScaler._originals = (_HOOKS, _MAYBE_STEP, _ALL_HOOKS)

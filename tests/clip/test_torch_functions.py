@@ -191,7 +191,7 @@ def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
     assert launches(lambda: functional.clip_grad_norm_(params, INF)) == ["check"]
     params = with_grads(*before)
     raising = partial(functional.clip_grad_norm_, error_if_nonfinite=True)
-    assert launches(lambda: raising(params, 1.0)) == ["check", "clip", "unscale"]
+    assert launches(lambda: raising(params, 1.0)) == ["check", "check", "unscale"]
     parts, norm = with_grads(torch.ones(3).half()), torch.tensor(2.0)
     by_norm = partial(functional.clip_grads_with_norm_, parts, 1.0, norm)
     assert launches(by_norm) == ["clip", "unscale"]
