@@ -805,7 +805,8 @@ class GradScaler(TorchGradScaler):
         scale = self._checked_scale("_check_inf_per_device", optimizer)
         turns = {**self._per_optimizer_states}
         turn = turn_of(self._records, turns, optimizer)
-        flags = self._passes.check(optimizer, turn, Pass(False, Factor.NONE), scale)
+        one = scalars.allocate(torch.ones, (), dtype=torch.float32, device=scale.device)
+        flags = self._passes.check(optimizer, turn, Pass(False, Factor.DIVIDE, one), scale)
         self._per_optimizer_states.update(turns)
         return flags
 

@@ -125,6 +125,13 @@ def an_error_of_the_check_leaves_no_turn(overridden: str, kind: Scaler) -> Any:
     return [type(found.error), len(scaler._per_optimizer_states)]
 
 
+@scenario_of([torch.float32, torch.float16])
+def a_check_alone_leaves_the_stage(dtype: torch.dtype, kind: Scaler) -> Any:
+    scaler, optimizer = started(kind, 3.0), sgd_with(torch.ones(2, dtype=dtype))
+    flags = scaler._check_inf_per_device(optimizer)
+    return [list(flags.values()), scaler._per_optimizer_states[id(optimizer)]["stage"].name]
+
+
 @pytest.mark.parametrize("track", [None, "overflow", "norms"])
 def test_a_scaler_is_pickled_that_was_disabled_within_an_iteration(track: str | None) -> None:
     scaler, optimizer = started(track=track), sgd_with(torch.ones(2))
