@@ -370,19 +370,13 @@ class Ranks:
         self, group: ProcessGroup | DeviceMesh | None = None, is_default: bool = False
     ) -> None:
         self.group = group
-        # The default group is looked up when it is needed.
-        self._is_default = is_default and group is None
         self.is_alone = group is None and not is_default
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
         self._mesh = group if _is_mesh(group) else None
-        if self._mesh is not None:
-            self._own = _groups_along(self._mesh, range(self._mesh.ndim))
-        else:
-            self._own = [] if group is None else [Group(cast(Any, group))]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return Ranks(self.group, is_default=self._is_default)
+        return Ranks(self.group, is_default=not self.is_alone)
 
     def __reduce__(self) -> Any:
         if self.group is not None:
@@ -390,7 +384,7 @@ class Ranks:
                 "a scaler with a process_group cannot be pickled, for the group is of this "
                 "process: save its state_dict()"
             )
-        return Ranks, (None, self._is_default)
+        return Ranks, (None, not self.is_alone)
 
     def local_shards(self) -> LocalShards:
         """Returns a collector of local shards."""
@@ -422,13 +416,16 @@ class Ranks:
                 shards(param, param.grad, number)
         return self.agreement(shards.layouts.values())
 
-    def groups(self) -> list[Group]:
-        """Returns the scaler's own group; several for a mesh that no group spans.
+    @cached_property
+    def _own(self) -> list[Group]:
+        """The scaler's own group; several for a mesh that no group spans.
 
         Raises:
             ValueError: If it is the default group and there is none.
         """
-        return [Group()] if self._is_default else self._own
+        if self._mesh is not None:
+            return _groups_along(self._mesh, range(self._mesh.ndim))
+        return [] if self.is_alone else [Group(cast(Any, self.group))]
 
     def gathered(self, value: Value) -> list[Value]:
         """Returns the values of all ranks that this scaler has agreed with, by rank."""
@@ -440,7 +437,7 @@ class Ranks:
         return [value] if seen is None else [seen[rank] for rank in sorted(seen)]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
-        own = [group.ranks for group in self.groups()]
+        own = [group.ranks for group in self._own]
         if self._mesh is not None:
             own = [_ranks_along(self._mesh, range(self._mesh.ndim))]
         reached = set(itertools.chain.from_iterable(own))
@@ -455,7 +452,7 @@ class Ranks:
                 lines += [_ranks_along(mesh, [dim]) for dim in dims]
                 reached.update(_ranks_along(mesh, dims))
         # The scaler's own last: some of its ranks may not be in these meshes.
-        groups = _without_subsets([*groups, *self.groups()])
+        groups = _without_subsets([*groups, *self._own])
         if not groups:
             return None
         return Agreement(groups, frozenset(reached), own, lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -27,12 +26,6 @@ class _Guard(StepGuard):
     """One that the program did not make."""
 
 
-class _Inside(threading.local):
-    """Whether this thread is in a guarded step."""
-
-    step = False
-
-
 class GuardedSteps:
     """Guards the outermost step of every torch optimizer that is made from now on.
 
@@ -45,7 +38,7 @@ class GuardedSteps:
     """
 
     def __init__(self, clock: ScalerClock, given: dict[str, Any]) -> None:
-        self._clock, self._given, self._inside = clock, given, _Inside()
+        self._clock, self._given, self._is_inside = clock, given, False
         self._said: set[type] = set()
         self._guards = weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard]()
         kind: Any = torch.optim.Optimizer
@@ -77,7 +70,7 @@ class GuardedSteps:
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside.step or self._is_off():
+            if self._is_inside or self._is_off():
                 return step(optimizer, *args, **kwargs)
             if any(callable(each) for each in (*args, *kwargs.values())):
                 if type(optimizer) not in self._said:
@@ -86,11 +79,11 @@ class GuardedSteps:
                 return step(optimizer, *args, **kwargs)
             guard = self._guard_of(optimizer)
             kwargs.pop("closure", None)  # a scaler refuses the name, also for None
-            self._inside.step = True
+            self._is_inside = True
             try:
                 result = guard.step(optimizer, *args, **kwargs)
             finally:
-                self._inside.step = False
+                self._is_inside = False
             guard.update()
             return result
 

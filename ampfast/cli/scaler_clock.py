@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -94,12 +93,6 @@ class Record:
         self.end_ns = time.perf_counter_ns()
 
 
-class _Inside(threading.local):
-    """The record of the scaler whose method this thread runs, unless its optimizer steps."""
-
-    record: Record | None = None
-
-
 class ScalerClock:
     """Times the scalers of some classes; sees the optimizers that are made from now on.
 
@@ -114,7 +107,8 @@ class ScalerClock:
 
     def __init__(self, *kinds: type, keeps_values: bool, ended: Callable[[Record], object]) -> None:
         self.records: dict[int, Record] = {}
-        self._inside = _Inside()
+        # Of the scaler whose method runs, unless its optimizer steps.
+        self._inside: Record | None = None
         self._optimizers: dict[int, Any] = {}
         self._keeps_values, self._ended = keeps_values, ended
         for kind in kinds:
@@ -138,7 +132,7 @@ class ScalerClock:
                     # Other layouts have no bits, such as a nested tensor's.
                     with suppress(RuntimeError, TypeError, ValueError):
                         found.append(checksum(parameter))
-        return hash(tuple(sorted(found)))  # threads may step in any order
+        return hash(tuple(found))
 
     def _hold(self, *arguments: Any) -> None:
         for optimizer in arguments:
@@ -148,7 +142,7 @@ class ScalerClock:
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside.record is not None:
+            if torch.compiler.is_compiling() or self._inside is not None:
                 return method(scaler, *args, **kwargs)
             record = self.records.setdefault(id(scaler), Record(scaler))
             if not scaler._enabled or is_capturing():
@@ -173,9 +167,8 @@ class ScalerClock:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 self._hold(*args[:1])
-                record = self._inside.record
-                if record is not None:
-                    return self._clocked(record, -1, step, *args, **kwargs)
+                if self._inside is not None:
+                    return self._clocked(self._inside, -1, step, *args, **kwargs)
             return step(*args, **kwargs)
 
         return call
@@ -184,10 +177,10 @@ class ScalerClock:
         self, record: Record, sign: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Calls; adds the time to the record's, or takes it away."""
-        self._inside.record = record if sign > 0 else None
+        self._inside = record if sign > 0 else None
         begin = time.perf_counter_ns()
         try:
             return call(*args, **kwargs)
         finally:
             record.spent_ns += sign * (time.perf_counter_ns() - begin)
-            self._inside.record = None if sign > 0 else record
+            self._inside = None if sign > 0 else record
