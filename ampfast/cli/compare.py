@@ -151,18 +151,15 @@ def describe(
 
 def _table(theirs: _Record, ours: _Record, again: _Record) -> list[str]:
     rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
-    times, others = theirs["medians"], ours["medians"]
-    twice = again["medians"].get("step", 0.0)
     for name, title, unit in (
         ("own", "scaler's own time a step, us", ".1f"),
         ("share", "its share of a step", ".2%"),
         ("step", "a whole step, us", ".0f"),
     ):
-        if name in times and name in others:
-            a, b = times[name], max(others[name], 1e-9)
-            word = f"{a / b:.2f}x faster" if a >= b else f"{b / a:.2f}x slower"
-            note = f"(torch's again: {twice:.0f})" if name == "step" else word
-            rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note if name != "share" else ""))
+        a, b = theirs["medians"][name], max(ours["medians"][name], 1e-9)
+        word = f"{a / b:.2f}x faster" if a >= b else f"{b / a:.2f}x slower"
+        note = f"(torch's again: {again['medians']['step']:.0f})" if name == "step" else word
+        rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note if name != "share" else ""))
     both = (theirs, ours)
     rows.append(("skipped steps", *(f"{side['skipped']} of {side['steps']}" for side in both), ""))
     rows.append(("final scale", *(f"{side['final_scale']:.15g}" for side in both), ""))

@@ -150,9 +150,8 @@ def describe(record: Record) -> str:
     scale = f", final scale {scaler.get_scale():.15g}"
     if isinstance(scaler, StepGuard):
         name, scale = "guard", f", {stats.spikes} of them for their norm"
-    share = f", {found['share']:.2%} of a whole step" if "share" in found else ""
-    own = f"the {name}'s own time {found['own']:.1f} us a step{share}"
-    return f"{record.steps} steps, {skipped}{scale}{note}; {own}"
+    own = f"{found['own']:.1f} us a step, {found['share']:.2%} of a whole step"
+    return f"{record.steps} steps, {skipped}{scale}{note}; the {name}'s own time {own}"
 
 
 def _facts(record: Record, weights: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Record:
     Attributes:
         scaler: The scaler.
         times: By name, microseconds of each iteration: "own" (host time in the scaler's methods,
-            without the optimizer's step), "step" (since the end of the iteration before).
+            without the optimizer's step), "step" (since the end of the one before, or first use).
         values: By name, pairs of iteration and number, still on its device: "losses" (arguments
             of `scale`, one of many elements as their sum), "scales" (before `update`), "skips" (1
             for a flag that is set).
@@ -55,7 +55,7 @@ class Record:
         names = ("losses", "scales", "skips")
         self.values: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
         # Times of this iteration.
-        self.spent_ns = self.end_ns = 0
+        self.spent_ns, self.end_ns = 0, time.perf_counter_ns()
 
     @property
     def steps(self) -> int:
@@ -66,7 +66,7 @@ class Record:
         """Returns the medians of the times, without a warm-up, and the scaler's share."""
         after = {name: times[_WARM_UP:] or times for name, times in self.times.items()}
         found = {name: median(times) for name, times in after.items() if times}
-        return {**found, "share": found["own"] / found["step"]} if "step" in found else found
+        return {**found, "share": found["own"] / found["step"]} if found else found
 
     def see(self, outputs: Any) -> Any:
         """Keeps the losses in an argument of `scale`; returns what takes the argument's place."""
@@ -86,8 +86,7 @@ class Record:
 
     def end(self) -> None:
         """Ends the iteration."""
-        if self.end_ns:
-            self.times["step"].append((time.perf_counter_ns() - self.end_ns) / 1e3)
+        self.times["step"].append((time.perf_counter_ns() - self.end_ns) / 1e3)
         self.times["own"].append(self.spent_ns / 1e3)
         self.spent_ns = 0
         self.end_ns = time.perf_counter_ns()

@@ -261,10 +261,7 @@ def _try(
     ramp = allocate(torch.arange, 64, dtype=torch.float32, device=device)
     start, gradient = (1 + ramp / 64).to(dtype), (4 + ramp / 16).to(dtype)
     gradient[::2].neg_()
-    zero, one, two = (
-        allocate(torch.full, (), value, dtype=torch.float32, device=device)
-        for value in (0.0, 1.0, 2.0)
-    )
+    zero, one, two = ramp[:3]
 
     def make(grad: Tensor, **which: Any) -> Any:
         param = start.clone()
