@@ -23,6 +23,11 @@ void require_pass(const GradList& list, const Pass& pass) {
   TORCH_CHECK(sums || !pass.clip, "a pass that decides a clipping needs sums");
 }
 
+// A device to make current, with its current stream; none for a CPU.
+std::optional<at::Device> current(at::Device device) {
+  return device.is_cpu() ? std::nullopt : std::optional(device);
+}
+
 bool is_capturing(PyObject* launcher) {
   return py::handle(launcher).attr(names::is_capturing)().cast<bool>();
 }
@@ -91,7 +96,7 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
     }
     return pass.found_inf;
   }
-  const c10::DeviceGuard here(list.device());
+  const c10::OptionalDeviceGuard here(current(list.device()));
   const std::shared_ptr<UpdateObject> ending = pass.ending;
   const at::Tensor flag = pass.found_inf;
   launch(launcher, list, py::cast(std::make_shared<Pass>(std::move(pass))));
@@ -103,7 +108,7 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, Pass pass) {
 }
 
 void clip_on(PyObject* launcher, const std::shared_ptr<ClipObject>& clip) {
-  const c10::DeviceGuard here(clip->sums.device());
+  const c10::OptionalDeviceGuard here(current(clip->sums.device()));
   py::handle(launcher).attr("clip_coefficient")(clip);
 }
 
@@ -139,7 +144,7 @@ PyObject* update_on(PyObject* const* args) {
     joined->found_infs = py::make_tuple(join(update.found_infs, update.scale.device()));
     given = py::cast(joined);
   }
-  const c10::DeviceGuard here(update.scale.device());
+  const c10::OptionalDeviceGuard here(current(update.scale.device()));
   py::handle(args[0]).attr("update_scale")(given);
   update.scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
