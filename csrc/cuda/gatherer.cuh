@@ -43,66 +43,40 @@ __device__ void for_chunks(const WordAt& word_at, int count, const Visit& visit,
   }
 }
 
-__device__ inline uint4 load_vector(const char* place) {
-  return *reinterpret_cast<const uint4*>(place);
-}
-
-__device__ inline void store_vector(char* place, uint4 value) {
-  *reinterpret_cast<uint4*>(place) = value;
-}
-
-// This thread's vectors of a window, of whose bytes `left` are in it: the others are 0.
-__device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place, int left) {
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    vectors[i] = i * kStride < left ? load_vector(place + i * kStride) : uint4{};
-  }
-}
-
-// Places of the whole vectors of a chunk, in bytes after its beginning, and the element outside of
-// them that this thread takes: the first threads take the elements before, as many others the ones
-// after.
-template <class Format>
-struct Parts {
-  int head;
-  int whole;
-  int edge;
-  bool has_edge;
-
-  __device__ Parts(const char* address, int bytes) {
-    constexpr int kSize = sizeof(typename Format::Element);
-    constexpr int kElements = kVectorBytes / kSize;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int to_aligned =
-        static_cast<int>(-reinterpret_cast<intptr_t>(address)) & (kVectorBytes - 1);
-    head = to_aligned < bytes ? to_aligned : bytes;
-    whole = (bytes - head) / kVectorBytes * kVectorBytes;
-    const bool is_head = thread < kElements;
-    edge = is_head ? thread * kSize : head + whole + (thread - kElements) * kSize;
-    has_edge = thread < 2 * kElements && edge < (is_head ? head : bytes);
-  }
-};
-
-// Gives `taker` this thread's part of a chunk, with its places.
+// Gives `taker` this thread's part of a chunk, with its places: whole vectors, and an element
+// outside of them. The first threads take the elements before, as many others the ones after.
 template <class Format, class Taker>
 __device__ void take_chunk(Taker& taker, char* address, int bytes) {
   using Element = typename Format::Element;
   constexpr int kWindow = kVectors * kStride;
+  constexpr int kSize = sizeof(Element);
+  constexpr int kElements = kVectorBytes / kSize;
   // The table holds plain numbers; without this they would be accessed as generic addresses.
   __builtin_assume(__isGlobal(address));
-  const Parts<Format> parts(address, bytes);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int to_aligned =
+      static_cast<int>(-reinterpret_cast<intptr_t>(address)) & (kVectorBytes - 1);
+  const int head = to_aligned < bytes ? to_aligned : bytes;
+  const int whole = (bytes - head) / kVectorBytes * kVectorBytes;
+  const bool is_head = thread < kElements;
+  const int edge = is_head ? thread * kSize : head + whole + (thread - kElements) * kSize;
+  const bool has_edge = thread < 2 * kElements && edge < (is_head ? head : bytes);
   // Loads cannot move above stores, so this one comes first.
   typename Format::Word edge_word = 0;
-  if (parts.has_edge) {
-    edge_word = *reinterpret_cast<const Element*>(address + parts.edge);
+  if (has_edge) {
+    edge_word = *reinterpret_cast<const Element*>(address + edge);
   }
 
-  const int first = static_cast<int>(threadIdx.x) * kVectorBytes;
-  char* place = address + parts.head + first;
+  const int first = thread * kVectorBytes;
+  char* place = address + head + first;
   uint4 vectors[kVectors];
 #pragma unroll 1
-  for (int left = parts.whole - first; left > 0; left -= kWindow) {
-    load_window(vectors, place, left);
+  for (int left = whole - first; left > 0; left -= kWindow) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const auto* vector = reinterpret_cast<const uint4*>(place + i * kStride);
+      vectors[i] = i * kStride < left ? *vector : uint4{};
+    }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (i * kStride < left) {
@@ -112,8 +86,8 @@ __device__ void take_chunk(Taker& taker, char* address, int bytes) {
     taker.end_window();
     place += kWindow;
   }
-  if (parts.has_edge) {
-    taker.edge(edge_word, address + parts.edge);
+  if (has_edge) {
+    taker.edge(edge_word, address + edge);
     taker.end_window();
   }
 }
@@ -143,7 +117,7 @@ struct Gatherer {
     end_vector();
     if (kWrite) {
       std::memcpy(&vector, words, kVectorBytes);
-      store_vector(place, vector);
+      *reinterpret_cast<uint4*>(place) = vector;
     }
   }
 
