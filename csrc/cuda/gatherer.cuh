@@ -15,34 +15,6 @@ constexpr int kVectorBytes = 16;
 constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int kStride = kThreads * kVectorBytes;
 
-// Gives `visit` the chunks of this program, from the words of a table: their number, first byte,
-// length in bytes, and parameter. `begin`, called while the first words are loaded, says whether to
-// go on.
-template <class WordAt, class Visit, class Begin>
-__device__ void for_chunks(const WordAt& word_at, int count, const Visit& visit,
-                           const Begin& begin) {
-  // Programs take turns, so that all read one part of the list at a time.
-  int chunk = static_cast<int>(blockIdx.x);
-  const int step = static_cast<int>(gridDim.x);
-  // Each thread loads one word. Were all to load the same, the compiler would want it in a register
-  // for all, and wait for it.
-  const int word = static_cast<int>(threadIdx.x % kChunkWords);
-  int64_t field = word_at(int64_t{chunk} * kChunkWords, word);
-  if (!begin()) {
-    return;
-  }
-  while (chunk < count) {
-    const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
-    const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);
-    // Needed when this chunk is done, and by then it is there.
-    const int next = chunk + step < count ? chunk + step : chunk;
-    field = word_at(int64_t{next} * kChunkWords, word);
-    visit(chunk, reinterpret_cast<char*>(address), static_cast<int>(extent),
-          extent >> kParameterShift);
-    chunk += step;
-  }
-}
-
 // Gives `taker` this thread's part of a chunk, with its places: whole vectors, and an element
 // outside of them. The first threads take the elements before, as many others the ones after.
 template <class Format, class Taker>

@@ -104,15 +104,6 @@ void enter(void* context) {
   }
 }
 
-const Kernels& kernels_on(int device) {
-  const auto found = loaded().find(device);
-  if (found == loaded().end()) {
-    throw std::runtime_error("ampfast: the CUDA kernels are not loaded on device " +
-                             std::to_string(device));
-  }
-  return found->second;
-}
-
 template <class Argument>
 void queue(const Kernel& kernel, int64_t programs, int threads, const Argument& argument,
            const Place& place) {
@@ -127,9 +118,6 @@ void queue(const Kernel& kernel, int64_t programs, int threads, const Argument& 
 void limit_programs(int64_t programs) { most_programs = programs; }
 
 void load_kernels(int device, const char* image) {
-  if (loaded().count(device) != 0) {
-    return;
-  }
   AMPFAST_CALL(cuInit, 0);
   int handle = 0;
   int multiprocessors = 0;
@@ -163,17 +151,17 @@ void load_kernels(int device, const char* image) {
 
 void launch(Kind kind, const Launch& launch, const Place& place) {
   const int table = static_cast<int>(launch.dtype);
-  const Kernel& kernel = kernels_on(place.device).over_tables[table][kind];
+  const Kernel& kernel = loaded().at(place.device).over_tables[table][kind];
   const int64_t most = most_programs > 0 ? most_programs : kernel.resident;
   queue(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch, place);
 }
 
 void update_scale(const UpdateAlone& alone, const Place& place) {
-  queue(kernels_on(place.device).update_scale, 1, 1, alone, place);
+  queue(loaded().at(place.device).update_scale, 1, 1, alone, place);
 }
 
 void clip_coefficient(const Clip& clip, const Place& place) {
-  queue(kernels_on(place.device).clip_coefficient, 1, 1, clip, place);
+  queue(loaded().at(place.device).clip_coefficient, 1, 1, clip, place);
 }
 
 }  // namespace ampfast::cuda

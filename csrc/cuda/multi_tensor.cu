@@ -85,48 +85,59 @@ __device__ void pass(const Launch& launch) {
     return kNorm && launch.how == Factor::kDivide ? static_cast<Opmath>(*launch.factor)
                                                   : gatherer.factor;
   };
-  const auto begin = [&] {
-    if (kCoefficient) {
-      gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
-    }
-    const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
-    const bool inverts = kNorm || launch.how == Factor::kTimesReciprocal;
-    gatherer.factor = inverts ? multiplier_of(launch.how, factor).of_values : factor;
-    // Where nothing changes, nothing is read.
-    return !kCoefficient || gatherer.factor != 1 || gatherer.coefficient != 1;
+  // Each thread loads one word. Were all to load the same, the compiler would want it in a register
+  // for all, and wait for it.
+  const int word = static_cast<int>(threadIdx.x % kChunkWords);
+  const auto field_of = [&](int64_t chunk) {
+    const int64_t first = chunk * kChunkWords;
+    return launch.table == nullptr ? (launch.words + word)[first] : (launch.table + word)[first];
   };
-  const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter) {
-    take_chunk<Format>(gatherer, address, bytes);
+  // Programs take turns, so that all read one part of the list at a time.
+  int chunk = static_cast<int>(blockIdx.x);
+  const int step = static_cast<int>(gridDim.x);
+  int64_t field = field_of(chunk);
+  if (kCoefficient) {
+    gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
+  }
+  const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
+  const bool inverts = kNorm || launch.how == Factor::kTimesReciprocal;
+  gatherer.factor = inverts ? multiplier_of(launch.how, factor).of_values : factor;
+  // Where nothing changes, nothing is read.
+  const bool reads = !kCoefficient || gatherer.factor != 1 || gatherer.coefficient != 1;
+  const int count = reads ? launch.chunks : 0;
+  while (chunk < count) {
+    const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
+    const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);
+    // Needed when this chunk is done, and by then it is there.
+    field = field_of(chunk + step < count ? chunk + step : chunk);
+    take_chunk<Format>(gatherer, reinterpret_cast<char*>(address), static_cast<int>(extent));
+    double* partial = launch.partials + launch.first + chunk;
     if (kNorm) {
       const double squares = reduced(gatherer.squares, sum);
       gatherer.squares = 0;
       if (threadIdx.x == 0) {
-        launch.partials[launch.first + chunk] =
+        *partial =
             squares * multiplier_of(launch.how, static_cast<float>(factor_of_use())).of_squares;
       }
     }
-    if (launch.marks == nullptr) {
-      return;
-    }
-    int64_t* row = launch.marks + parameter * kMarkWords;
-    if (kNorm && threadIdx.x == 0) {
-      add_float64(row + kSquares, launch.partials[launch.first + chunk]);
-    }
-    const auto used = used_peak<Format>(gatherer.peak, launch.how, factor_of_use());
-    if (!std::isfinite(used)) {
-      mark(row, *launch.now + 1, std::isnan(used));
-      // So that the next tensor is judged alone; a peak that passes may stay.
-      add(header + kFinished, kNotFinite);
-      if (kNorm) {
-        raise(header + kPeak, magnitude(static_cast<double>(used)));
+    if (launch.marks != nullptr) {
+      int64_t* row = launch.marks + (extent >> kParameterShift) * kMarkWords;
+      if (kNorm && threadIdx.x == 0) {
+        atomicAdd(reinterpret_cast<double*>(row + kSquares), *partial);
       }
-      gatherer.peak = 0;
+      const auto used = used_peak<Format>(gatherer.peak, launch.how, factor_of_use());
+      if (!std::isfinite(used)) {
+        mark(row, *launch.now + 1, std::isnan(used));
+        // So that the next tensor is judged alone; a peak that passes may stay.
+        add(header + kFinished, kNotFinite);
+        if (kNorm) {
+          raise(header + kPeak, magnitude(static_cast<double>(used)));
+        }
+        gatherer.peak = 0;
+      }
     }
-  };
-  const auto word_at = [&](int64_t first, int word) {
-    return launch.table == nullptr ? (launch.words + word)[first] : (launch.table + word)[first];
-  };
-  for_chunks(word_at, launch.chunks, visit, begin);
+    chunk += step;
+  }
 
   bool found = false;
   const auto peak = reduced(gatherer.peak, larger);

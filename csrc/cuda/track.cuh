@@ -14,10 +14,6 @@ __device__ inline void add(int64_t* place, int64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(value));
 }
 
-__device__ inline void add_float64(int64_t* place, double value) {
-  atomicAdd(reinterpret_cast<double*>(place), value);
-}
-
 // Publishes what this thread wrote before, and acquires what others published in the same way.
 __device__ inline int64_t add_in_order(int64_t* place, int64_t value) {
 #if defined(__CUDACC__)

@@ -34,7 +34,7 @@ def launch():
 """
 
 ERROR = "RuntimeError: ampfast: "
-NOT_LOADED = f"{ERROR}the CUDA kernels are not loaded on device 0"
+NOT_LOADED = "RuntimeError: map::at"
 # What a process does, and how the lines that it prints begin.
 CASES = {
     "no driver": ("load(); launch()", (f"{ERROR}no driver of CUDA: libcuda.so.1: ", NOT_LOADED)),
