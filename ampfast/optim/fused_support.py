@@ -47,16 +47,14 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
     )
 
 
-def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
-    """torch's error for an optimizer without a checked gradient, with a note on the reason."""
-    error = AssertionError("No inf checks were recorded for this optimizer.")
-    return add_note(error, why_unchecked(optimizer))
-
-
 def flag_unchecked(optimizer: Any, device: torch.device, is_guard: bool) -> Tensor:
-    """Returns the flag of an optimizer without gradients, which a guard steps; else raises."""
+    """Returns the flag of an optimizer without gradients, which a guard steps; else raises.
+
+    As torch, with a note on the reason.
+    """
     if not is_guard or has_gradients(optimizer):
-        raise no_inf_checks(optimizer)
+        error = AssertionError("No inf checks were recorded for this optimizer.")
+        raise add_note(error, why_unchecked(optimizer))
     return new_flag(device)
 
 
