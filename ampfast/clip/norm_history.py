@@ -357,6 +357,13 @@ class NormHistories:
                 "grad_scaler, only scaler.clip_grad_norm_ compares."
             )
 
+    def limit(self, rule: float | Sigmas | None, optimizer: Any) -> float | None:
+        """Returns the limit of an optimizer's next norm, as `window`; None if there is none."""
+        if not isinstance(rule, Sigmas):
+            return rule
+        refuse_capture("a limit that the host reads", "ask after the replay")
+        return sigmas_limit(rule, self.window(optimizer))
+
     def window(self, optimizer: Any = None) -> list[float]:
         """Returns the norms of an optimizer's `Sigmas`, or of the first one's, with a host sync."""
         records: list[Any] = self._living()

@@ -8,7 +8,9 @@ from ampfast.clip.norm_history import Saved, require_norms
 from ampfast.errors import warn_caller
 from ampfast.scaler.loss_scale import Limits
 
-KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+# Of the error for what is no checkpoint of a scaler.
+EXPECTED = f"expected what a scaler's state_dict() returns, a dict of {', '.join(_KEYS)}; got "
 
 
 def require_loadable(
@@ -29,7 +31,7 @@ def require_loadable(
         KeyError: If it is no checkpoint of a scaler.
         ValueError: If the checkpoint is damaged or of another kind of scaler.
     """
-    for key in KEYS:
+    for key in _KEYS:
         if not hasattr(value := state_dict[key], "__float__"):
             raise ValueError(f"the checkpoint's {key!r} must be a number, got {value!r}")
     rule = state_dict["growth_interval"], state_dict["backoff_factor"]

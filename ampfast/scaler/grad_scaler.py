@@ -20,17 +20,17 @@ from ampfast.backends.cuda_graphs import is_capturing, refuse_capture
 from ampfast.backends.gpu import DeviceKernels, undo
 from ampfast.backends.scalars import new_flag
 from ampfast.clip import global_norm
-from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, sigmas_limit, skip_limit_of
+from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas, skip_limit_of
 from ampfast.diagnose.grad_norms import NormReport
 from ampfast.diagnose.overflow_report import OverflowReport, require_known
 from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.gradients import READY, STEPPED, UNSCALED, Flags, Records, TorchGradScaler, new_turn
 from ampfast.optim.fused_support import can_defer, device_of, explain, flag_unchecked, why_unchecked
 from ampfast.scaler import late_backward, out_of_turn
-from ampfast.scaler.checkpoint import KEYS, require_loadable
+from ampfast.scaler.checkpoint import EXPECTED, require_loadable
 from ampfast.scaler.fused_step import step_fused
 from ampfast.scaler.loss_scale import History, Limits, LossScale, ScalerStats
-from ampfast.scaler.passes import AS_THEY_ARE, CLIP, CLIP_DECIDED, DEFERRED, SCALED, Passes
+from ampfast.scaler.passes import AS_THEY_ARE, CLIP, CLIP_DECIDED, DEFERRED, MEASURE, SCALED, Passes
 from ampfast.scaler.reports import Reports
 from ampfast.scaler.skips import SkipLog, SkipWatch
 
@@ -557,7 +557,14 @@ class GradScaler(TorchGradScaler):
         scale = self._checked_scale("grad_norm", *optimizers) if self._enabled else None
         if any(turn["stage"] is STEPPED for turn in turns):
             raise out_of_turn.stepped("grad_norm() is being called after step().")
-        return self._passes.measure(optimizers, turns, order, scale)
+        # A deferred clip leaves them scaled.
+        done = [t["stage"] is UNSCALED and getattr(t, "divisor", None) is None for t in turns]
+        uses = [AS_THEY_ARE if scale is None or each else SCALED for each in done]
+        unmarked = [new_turn() for _ in turns]
+        norm = self._passes.norm(optimizers, unmarked, uses, None, scale, MEASURE, order=order)
+        if scale is not None and any(turn["stage"] is not READY for turn in turns):
+            self._loss_scale.norms.pop()  # it may be of gradients that were clipped
+        return norm
 
     # Answers about steps.
 
@@ -624,10 +631,7 @@ class GradScaler(TorchGradScaler):
             LookupError: With `Sigmas`, if this optimizer was never checked.
         """
         rule = self._skip_log.rule if self._skip_above is None else self._skip_above
-        if not self._enabled or not isinstance(rule, Sigmas):
-            return None if isinstance(rule, Sigmas) or not self._enabled else rule
-        refuse_capture("a limit that the host reads", "ask after the replay")
-        return sigmas_limit(rule, self._norm_histories.window(optimizer))
+        return self._norm_histories.limit(rule, optimizer) if self._enabled else None
 
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""
@@ -749,9 +753,7 @@ class GradScaler(TorchGradScaler):
             super().load_state_dict(state_dict)
         except (KeyError, TypeError) as error:
             got = [*state_dict][:5] if isinstance(state_dict, dict) else type(state_dict).__name__
-            keys = ", ".join(KEYS)
-            expected = f"expected what a scaler's state_dict() returns, a dict of {keys}; got {got}"
-            add_note(error, expected)
+            add_note(error, f"{EXPECTED}{got}")
             raise
         self._norm_histories.load(norms)
         self._loss_scale.load(tolerated)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfast.backends.core import Aim, Clip, Factor, Finder, Pass, Use
 from ampfast.backends.scalars import inverse, joint_flag
 from ampfast.clip.norm_history import ClipLimit, NormHistories, Sigmas
-from ampfast.gradients import READY, UNSCALED, Flags, Turn, new_turn
+from ampfast.gradients import Flags, Turn
 
 if TYPE_CHECKING:
     from ampfast.distributed import Ranks
@@ -107,26 +107,6 @@ class Passes:
         if before:
             turn["found_inf_per_device"] = joint_flags(before, flags)
         return scale.clone() if turn.grad_scale is None else turn.grad_scale
-
-    def measure(
-        self,
-        optimizers: list[Any],
-        turns: list[dict[str, Any]],
-        order: float,
-        scale: Tensor | None,
-    ) -> Tensor:
-        """Returns the joint norm of gradients, which stay as they are."""
-        self._know(scale)
-        # After a deferred clip gradients are still scaled.
-        done = [t["stage"] is UNSCALED and getattr(t, "divisor", None) is None for t in turns]
-        uses = [AS_THEY_ARE if scale is None or each else SCALED for each in done]
-        unmarked = [new_turn() for _ in optimizers]
-        given = (optimizers, unmarked, uses, MEASURE, math.inf, order, None)
-        norm: Tensor = self._finder.norm(*given)
-        if scale is not None and all(turn["stage"] is READY for turn in turns):
-            # Else it may be of gradients that were clipped.
-            self._loss_scale.norms.append((tuple(map(id, optimizers)), norm, order))
-        return norm
 
     def agree_beside_hooks(self, optimizer: Any, turn: Turn, scale: Tensor | None) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""
