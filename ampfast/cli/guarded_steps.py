@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -38,7 +39,8 @@ class GuardedSteps:
     """
 
     def __init__(self, clock: ScalerClock, given: dict[str, Any]) -> None:
-        self._clock, self._given, self._is_inside = clock, given, False
+        # Whether a thread is in a guarded step.
+        self._clock, self._given, self._inside = clock, given, threading.local()
         self._said: set[type] = set()
         self._guards = weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard]()
         kind: Any = torch.optim.Optimizer
@@ -70,7 +72,7 @@ class GuardedSteps:
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or self._is_off():
+            if getattr(self._inside, "step", False) or self._is_off():
                 return step(optimizer, *args, **kwargs)
             if any(callable(each) for each in (*args, *kwargs.values())):
                 if type(optimizer) not in self._said:
@@ -79,11 +81,11 @@ class GuardedSteps:
                 return step(optimizer, *args, **kwargs)
             guard = self._guard_of(optimizer)
             kwargs.pop("closure", None)  # a scaler refuses the name, also for None
-            self._is_inside = True
+            self._inside.step = True
             try:
                 result = guard.step(optimizer, *args, **kwargs)
             finally:
-                self._is_inside = False
+                self._inside.step = False
             guard.update()
             return result
 

@@ -267,11 +267,14 @@ def _try(
         return kind([param], **{"lr": 0.5, **options, **which})
 
     right = _stepped(make(gradient / 2, fused=False, foreach=False))
+    fused = _stepped(make(gradient / 2, fused=True))
     optimizer = make(gradient, fused=True)
     divided = _stepped(optimizer, two, zero)
     skipped = _stepped(optimizer, two, one)
+    if not _are_close(fused, right, start):
+        return "computes other values than torch's unfused one"
     if not _are_close(divided, right, start):
-        return "divides wrongly by grad_scale, or computes other values than torch's unfused one"
+        return "does not divide by grad_scale"
     is_same = all(torch.equal(divided[name], skipped[name]) for name in divided)
     return None if is_same else "does not skip where found_inf is 1"
 
