@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import add
 from typing import Any
@@ -67,18 +66,6 @@ def _lacks_state(optimizer: object, group: dict[str, Any], state: dict[str, Any]
     return not state and (is_torchs or "capturable" in group)
 
 
-@contextmanager
-def skipped_where(flags: list[Any]) -> Iterator[None]:
-    """Captures its body so that a replay skips it if one of these flags is not 0."""
-    graph = _capturing_graph(getattr(flag, "device", None) for flag in flags)
-    graph.begin_capture_to_if_node(reduce(add, flags) == 0)
-    try:
-        yield
-    finally:
-        # Else the rest of the capture would be part of the body.
-        graph.end_capture_to_conditional_node()
-
-
 def _capturing_graph(devices: Iterable[torch.device | None]) -> Any:
     """Returns the graph that is being captured; raises if it cannot skip work on `devices`."""
     kind: Any = torch.cuda.CUDAGraph
@@ -113,8 +100,13 @@ def step_unless(
     found: list[Any] = list(flags.values())
     on_gpu = [flag for flag in found if getattr(flag, "is_cuda", False)]
     if on_gpu and is_capturing():
-        with skipped_where(found):
+        graph = _capturing_graph(getattr(flag, "device", None) for flag in found)
+        graph.begin_capture_to_if_node(reduce(add, found) == 0)
+        try:
             return step(*args, **kwargs)
+        finally:
+            # Else the rest of the capture would be part of the body.
+            graph.end_capture_to_conditional_node()
     if len(on_gpu) > 1:
         found = [flag for flag in found if not getattr(flag, "is_cuda", False)]
         found.append(sum(flag.to(on_gpu[0].device, non_blocking=True) for flag in on_gpu))
