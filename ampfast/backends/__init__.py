@@ -97,6 +97,22 @@ _kernels: dict[str, Kernels] = {"aten": TORCH_OPS, "cpu": cpu}
 
 
 @dataclass(frozen=True)
+class Support:
+    """Whether a backend can serve, and else why not.
+
+    Attributes:
+        reason: Why it cannot; else empty.
+    """
+
+    reason: str = ""
+
+    @property
+    def supported(self) -> bool:
+        """Whether it can."""
+        return not self.reason
+
+
+@dataclass(frozen=True)
 class BackendReport:
     """One backend on this machine.
 
@@ -151,8 +167,8 @@ class Choice:
         gpu = _current_gpu() if device.index is None else device
         if self._name not in _LAUNCHERS or self._on_cpu == "triton":
             return _default_on_gpu(gpu)
-        if reason := obstacle(self._name, gpu):
-            raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
+        if not (found := support(self._name, gpu)).supported:
+            raise RuntimeError(f"backend {self._name!r} cannot run here: {found.reason}")
         return self._name
 
     def kernels_for(self, device: torch.device) -> Kernels:
@@ -173,18 +189,18 @@ def report() -> list[BackendReport]:
     """Returns a report on every backend, in the order of `NAMES`."""
     found = []
     for name in NAMES:
-        reason, device_types = "", ("cpu",) if name == "cpu" else ()
+        here, device_types = Support(), ("cpu",) if name == "cpu" else ()
         if name in _LAUNCHERS:
-            takes_cpu = not obstacle(name) and _takes_cpu(name)
+            takes_cpu = support(name).supported and _takes_cpu(name)
             device = torch.device("cpu") if takes_cpu else _current_gpu()
-            reason, device_types = obstacle(name, device), (device.type,)
-        found.append(BackendReport(name, not reason, reason, device_types))
+            here, device_types = support(name, device), (device.type,)
+        found.append(BackendReport(name, here.supported, here.reason, device_types))
     return found
 
 
 @cache
-def obstacle(name: str, device: torch.device | None = None) -> str:
-    """Returns why the kernels of a GPU backend cannot serve; an empty text where they can.
+def support(name: str, device: torch.device | None = None) -> Support:
+    """Returns whether the kernels of a GPU backend can serve.
 
     GPUs are tried separately, as they may differ; interpreted kernels on the CPU.
 
@@ -194,24 +210,24 @@ def obstacle(name: str, device: torch.device | None = None) -> str:
             what is known without a launch.
     """
     if device is None:
-        return _what_is_missing(name)
-    if reason := obstacle(name):
-        return reason
+        return Support(_what_is_missing(name))
+    if not (found := support(name)).supported:
+        return found
     if device.type == "cuda":
         if _takes_cpu(name):
-            return _INTERPRETED
+            return Support(_INTERPRETED)
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _LEAST_CAPABILITY[name]:
             least = ".".join(map(str, _LEAST_CAPABILITY[name]))
-            return f"{device} has compute capability below {least}"
+            return Support(f"{device} has compute capability below {least}")
     try:
         # A thread of its own is without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
-            return aside.submit(_try_out, name, device).result()
+            return Support(aside.submit(_try_out, name, device).result())
     except Exception as error:  # compilers raise errors of many types
         reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
-        return reason + (_TRITON_NEEDS if name == "triton" else "")
+        return Support(reason + (_TRITON_NEEDS if name == "triton" else ""))
 
 
 def default_for(device: torch.device) -> str:
@@ -266,8 +282,8 @@ def require_known(name: str | None, source: str = "backend") -> None:
 @cache
 def _choice(source: str, name: str | None) -> Choice:
     require_known(name, source)
-    if name in _LAUNCHERS and (reason := obstacle(name)):
-        raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
+    if name in _LAUNCHERS and not (found := support(name)).supported:
+        raise RuntimeError(f"{source} {name!r} cannot run here: {found.reason}")
     return Choice(name)
 
 
@@ -322,15 +338,16 @@ def _try_out(name: str, device: torch.device) -> str:
 def _default_on_gpu(device: torch.device) -> str:
     refused: dict[str, str] = {}
     for name in _LAUNCHERS:
-        refused[name] = obstacle(name, device)
-        if not refused[name]:
+        found = support(name, device)
+        if found.supported:
             # One kind of kernels is enough: nobody misses another that is not installed.
-            refused = {each: refused[each] for each in refused if not obstacle(each)}
+            refused = {each: refused[each] for each in refused if support(each).supported}
             break
+        refused[name] = found.reason
     else:
         name = "aten"
     for each, reason in refused.items():
-        if reason not in ("", _NO_GPU):
+        if reason != _NO_GPU:
             message = f"ampfast does not use its backend {each!r}: {reason}"
             warnings.warn(message, stacklevel=2)
     return name

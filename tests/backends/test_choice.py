@@ -27,7 +27,7 @@ def forgotten(monkeypatch):
     """Clears cached facts about this machine before and after."""
     monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
     monkeypatch.setattr(backends, "_kernels", {"aten": backends.TORCH_OPS, "cpu": cpu})
-    cached = backends._choice, backends.obstacle, backends._default_on_gpu
+    cached = backends._choice, backends.support, backends._default_on_gpu
     for function in cached:
         function.cache_clear()
     yield
@@ -102,10 +102,11 @@ def test_a_backend_that_cannot_be_had_is_refused_at_once(monkeypatch, name, erro
 def machine(monkeypatch, missing, failing):
     """Simulated machine with a GPU, whose backends are missing or fail for these reasons."""
 
-    def obstacle(name, device=None):
-        return missing.get(name) or (failing.get(name, "") if device else "")
+    def support(name, device=None):
+        reason = missing.get(name) or (failing.get(name, "") if device else "")
+        return backends.Support(reason)
 
-    monkeypatch.setattr(backends, "obstacle", obstacle)
+    monkeypatch.setattr(backends, "support", support)
     monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(backends, "_kernels_of", lambda name: name)
 

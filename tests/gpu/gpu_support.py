@@ -32,7 +32,7 @@ def gpu() -> torch.device:
 
 def unavailable_reason(name: str) -> str:
     """Reason why a backend is missing; one that is present but fails must fail its tests."""
-    reason = "" if REHEARSES else backends.obstacle(name)
+    reason = "" if REHEARSES else backends.support(name).reason
     if name == "triton" and not reason and backends._takes_cpu("triton"):
         return "Triton's kernels are interpreted here"
     return f"backend {name!r} is missing: {reason}" if reason else ""
