@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,8 @@ if torch.distributed.is_available():
 # torch's module with the clipping functions, and their names in torch.nn.utils.
 _CLIP_MODULE = "torch.nn.utils.clip_grad"
 _CLIP_NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
+
+_stand_ins: dict[str, Any] = {}
 
 # Re-entrant, since a finalizer that calls unpatch() may run during the walk.
 _lock = threading.RLock()
@@ -150,9 +152,10 @@ class _StandIn(type(Protocol)):  # type: ignore[misc]
 
 # Not ampfast's own class: unpatch() must tell a name taken from torch from one taken from ampfast,
 # and a scaler of torch is no ampfast.GradScaler.
-@cache
 def _stand_in(module: str) -> Any:
     """ampfast's class for the scaler class of one of torch's modules."""
+    if module in _stand_ins:
+        return _stand_ins[module]
     _, kind, *_ = module.split(".")
     name = "ShardedGradScaler" if kind == "distributed" else "GradScaler"
     theirs = getattr(importlib.import_module(module), name)
@@ -166,7 +169,7 @@ def _stand_in(module: str) -> Any:
         made = _StandIn(name, (getattr(ours, name),), {})
     # Pickle finds it by `_reduce_stand_in`; checkpoints, and torch's safe globals, by torch's name.
     made.__module__, made.__qualname__, made._stands_for = module, name, torch_class
-    return made
+    return _stand_ins.setdefault(module, made)  # another thread may have been faster
 
 
 def _deprecated(torch_class: Any, device: str) -> Any:
