@@ -175,6 +175,8 @@ class GradScaler(TorchGradScaler):
             enabled=enabled,
             **self._base_arguments,
         )
+        if self._enabled:
+            self._per_optimizer_states = defaultdict(new_turn)
         self.process_group = process_group
         self._backend = backend
         self._allow_fp16 = allow_fp16
@@ -359,7 +361,7 @@ class GradScaler(TorchGradScaler):
                     turn["found_inf_per_device"] = {scale.device: flag}
                 result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
-            explain(error, optimizer, "param_groups", "step")
+            explain(error, optimizer, *["param_groups"] * self._enabled, "step")
             if turn.get("stage") is UNSCALED and not turn["found_inf_per_device"]:
                 add_note(error, why_unchecked(optimizer))  # torch's fused optimizers fail then
             raise
@@ -697,7 +699,7 @@ class GradScaler(TorchGradScaler):
         if self._track is None:
             return None
         try:
-            report = self.overflow_report(local=True)
+            report = self._reports.overflows(None, self._why_no_report())
         except RuntimeError as error:
             return str(error)
         if report.step is None and dist.is_available() and dist.is_initialized():

@@ -228,3 +228,7 @@ def test_an_error_of_an_optimizer_is_its_own(enabled: bool) -> None:
     with pytest.raises(AttributeError, match="mine") as caught:
         started(enabled=enabled).step(of(group(torch.ones(1)), step=step))
     assert not getattr(caught.value, "__notes__", [])
+    if not enabled:  # it needs no groups
+        with pytest.raises(AttributeError, match="mine") as caught:
+            started(enabled=False).step(types.SimpleNamespace(step=step))
+        assert not getattr(caught.value, "__notes__", [])

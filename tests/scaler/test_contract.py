@@ -132,6 +132,14 @@ def a_check_alone_leaves_the_stage(dtype: torch.dtype, kind: Scaler) -> Any:
     return [list(flags.values()), scaler._per_optimizer_states[id(optimizer)]["stage"].name]
 
 
+@scenario_of(["unscale_", "step"])
+def a_record_that_was_read_is_that_of_the_step(call: str, kind: Scaler) -> Any:
+    scaler, optimizer = started(kind, 3.0), sgd_with(torch.ones(2))
+    record = scaler._per_optimizer_states[id(optimizer)]
+    getattr(scaler, call)(optimizer)
+    return record["stage"].name, list(record["found_inf_per_device"].values())
+
+
 @pytest.mark.parametrize("track", [None, "overflow", "norms"])
 def test_a_scaler_is_pickled_that_was_disabled_within_an_iteration(track: str | None) -> None:
     scaler, optimizer = started(track=track), sgd_with(torch.ones(2))

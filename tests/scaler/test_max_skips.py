@@ -88,6 +88,12 @@ def test_the_error_tells_why_it_has_no_report() -> None:
     with pytest.raises(FloatingPointError, match=r" norm\.\nWhere .* set a higher skip_above\.$"):
         training.step(20.0)
 
+    # Nor that of an override, which may take no argument.
+    kind: Any = type("Own", (ampfast.GradScaler,), {"overflow_report": lambda self: None})
+    training = Training(kind("cpu", max_skips=1, track="overflow"), adamw)
+    with pytest.raises(FloatingPointError, match="1 parameter's gradient was not finite"):
+        training.step(math.inf)
+
 
 def test_a_checkpoint_that_is_loaded_begins_a_new_series() -> None:
     training = training_of(max_skips=2)
