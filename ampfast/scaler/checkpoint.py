@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ampfast.clip.norm_history import Saved, require_norms
-from ampfast.errors import warn_caller
+from ampfast.errors import require_int, warn_caller
 from ampfast.scaler.loss_scale import Limits
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -43,9 +44,24 @@ def require_loadable(
             f"{'' if is_static else ' and changes'}: load it into a scaler that was made as that "
             "one was, or begin with this one as it is"
         )
-    entry, tolerated = state_dict.get("ampfast", {}), 0
-    if not isinstance(entry, dict) or not set(entry) <= {"norms"}:
-        tolerated = limits.hysteresis - limits.require_loadable(entry)
+    entry, settings, tolerated = state_dict.get("ampfast", {}), asdict(limits), 0
+    names = {*settings, "hysteresis_tracker"}
+    if not isinstance(entry, dict) or set(entry) - {"norms"} not in (set(), names):
+        raise ValueError(
+            f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(sorted(names))} "
+            f"and perhaps norms, got {entry!r}"
+        )
+    if "hysteresis_tracker" in entry:
+        there = {name: entry[name] for name in settings}
+        if there != settings:
+            raise ValueError(
+                f"the checkpoint is of a scaler with other settings ({there} there, {settings} "
+                "here): construct the scaler with the checkpoint's, or delete the checkpoint's "
+                "entry 'ampfast' to keep this scaler's"
+            )
+        tracker: Any = entry["hysteresis_tracker"]
+        require_int("the checkpoint's hysteresis_tracker", tracker, 1 - 2**31, limits.hysteresis)
+        tolerated = limits.hysteresis - tracker
     norms = require_norms(entry.get("norms", []))
     # A static scaler has an interval of 0.
     if "ampfast" in state_dict and is_static and interval > 0:

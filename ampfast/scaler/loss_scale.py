@@ -60,31 +60,6 @@ class Limits:
                 f"min_scale={self.min_scale} and max_scale={self.max_scale}"
             )
 
-    def require_loadable(self, entry: object) -> int:
-        """Returns the hysteresis tracker of a checkpoint's entry.
-
-        Raises:
-            TypeError: If its tracker is no int.
-            ValueError: If the entry is damaged or of other settings.
-        """
-        settings = asdict(self)
-        names = {*settings, "hysteresis_tracker"}
-        if not isinstance(entry, dict) or set(entry) - {"norms"} != names:
-            raise ValueError(
-                f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(sorted(names))} "
-                f"and perhaps norms, got {entry!r}"
-            )
-        there = {name: entry[name] for name in settings}
-        if there != settings:
-            raise ValueError(
-                f"the checkpoint is of a scaler with other settings ({there} there, {settings} "
-                "here): construct the scaler with the checkpoint's, or delete the checkpoint's "
-                "entry 'ampfast' to keep this scaler's"
-            )
-        tracker = entry["hysteresis_tracker"]
-        require_int("the checkpoint's hysteresis_tracker", tracker, 1 - 2**31, self.hysteresis)
-        return int(tracker)
-
 
 @dataclass(frozen=True)
 class ScalerStats:
