@@ -54,10 +54,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name != "ShardedGradScaler" or not torch.distributed.is_available():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Imported on first use, since torch.distributed.fsdp takes a while.
-    if name == "ShardedGradScaler" and torch.distributed.is_available():
-        from ampfast.scaler.fsdp import ShardedGradScaler
+    from ampfast.scaler.fsdp import ShardedGradScaler
 
-        return ShardedGradScaler
-    missing = " in a torch without torch.distributed" if name == "ShardedGradScaler" else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{missing}")
+    return ShardedGradScaler

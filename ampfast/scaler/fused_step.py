@@ -16,14 +16,7 @@ from ampfast.scaler.passes import Passes, joint_flags
 
 
 def step_fused(
-    scaler: object,
-    passes: Passes,
-    optimizer: Any,
-    turn: Turn,
-    scale: Tensor,
-    by: str | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    scaler: Any, optimizer: Any, turn: Turn, scale: Tensor, by: str | None, args: Any, kwargs: Any
 ) -> float | None:
     """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself.
 
@@ -31,7 +24,7 @@ def step_fused(
     """
     if by == "grad_scaler" and turn.divisor is None:
         return legacy_step(optimizer, scaler, args, kwargs)
-    found_inf, grad_scale = _found_by_division(passes, optimizer, turn, scale)
+    found_inf, grad_scale = _found_by_division(scaler._passes, optimizer, turn, scale)
     flags = turn["found_inf_per_device"]
     turn.last_flags = flags  # there may be none
     try:

@@ -164,8 +164,7 @@ class GradScaler(TorchGradScaler):
         backends.require_known(backend)
         if enabled:
             self._choice = backends.choose(backend)
-        if enabled and not out_of_turn.is_available(device):
-            enabled = False
+            enabled = out_of_turn.is_available(device)
         super().__init__(
             device,
             init_scale=init_scale,
@@ -347,7 +346,7 @@ class GradScaler(TorchGradScaler):
                 result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
             # One that was to divide still has scaled gradients.
             elif by or turn.divisor is not None:
-                result = step_fused(self, passes, optimizer, turn, scale, by, args, kwargs)
+                result = step_fused(self, optimizer, turn, scale, by, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
@@ -632,8 +631,8 @@ class GradScaler(TorchGradScaler):
         Raises:
             LookupError: With `Sigmas`, if this optimizer was never checked.
         """
-        rule = self._skip_log.rule if self._skip_above is None else self._skip_above
-        return self._norm_histories.limit(rule, optimizer) if self._enabled else None
+        rule = self._skip_log.limit_of(self) if self._enabled else None
+        return self._norm_histories.limit(rule, optimizer)
 
     def stats(self) -> ScalerStats:
         """Returns the counts of steps since the scaler was made, with one host sync."""
@@ -797,9 +796,9 @@ class GradScaler(TorchGradScaler):
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not pass it
         # As by torch's, an error leaves no new turn.
         turn = turn_of(self._records, {**self._per_optimizer_states}, optimizer)
-        given = (optimizer, turn, inv_scale, found_inf, allow_fp16)
+        work = Pass(True, Factor.TIMES, inv_scale, found_inf.clone())
         scale = self._get_scale_async() if self._track is not None else None
-        return self._passes.run_hook(*given, scale)
+        return self._passes.run_hook(optimizer, turn, work, allow_fp16, scale)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         if overrides(self, _HOOKS):

@@ -118,19 +118,12 @@ class Passes:
         return flags
 
     def run_hook(
-        self,
-        optimizer: Any,
-        turn: Turn,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-        scale: Tensor | None,
+        self, optimizer: Any, turn: Turn, work: Pass, allow_fp16: bool, scale: Tensor | None
     ) -> Flags:
         """Unscales as torch's method that subclasses override."""
         if scale is not None:
             self._know(scale)
         found = self._finder.find(optimizer, allow_fp16)
-        work = Pass(True, Factor.TIMES, inv_scale, found_inf.clone())
         rows = self._finder.rows_of(turn, found)
         flags: Flags = found.run(work, rows, self._loss_scale.words, False)
         return flags

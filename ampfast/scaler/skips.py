@@ -65,7 +65,7 @@ class SkipLog:
         if known is words and count.tolist() == self._skipped:
             self.due = 1
             return
-        warns = scaler._is_guard or self._limit_of(scaler) is not None
+        warns = scaler._is_guard or self.limit_of(scaler) is not None
         is_off = not _logger.isEnabledFor(logging.WARNING if warns else logging.INFO)
         is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
         if is_off or is_capturing() or isinstance(words, FakeTensor) or is_other_rank:
@@ -101,11 +101,13 @@ class SkipLog:
                 why += f"; the scale was {history.scale[place]:g}"
             _logger.log(level, "step %d was skipped: %s", self.first + step, why)
 
-    def _limit_of(self, scaler: Any) -> Any:
-        return self.rule if scaler._skip_above is None else scaler._skip_above
+    def limit_of(self, scaler: Any) -> float | Sigmas | None:
+        """Returns the limit of the norms of a scaler's steps."""
+        default: float | Sigmas | None = scaler._skip_above
+        return self.rule if default is None else default
 
     def _spike(self, history: History, place: int, scaler: Any) -> str:
-        norm, limit = float(history.grad_norm[place]), self._limit_of(scaler)
+        norm, limit = float(history.grad_norm[place]), self.limit_of(scaler)
         if isinstance(limit, Sigmas):
             norms = history.grad_norm[:place][~history.skipped[:place]]
             norms = norms[norms.isfinite() & (norms > 0)][-limit.window :]
