@@ -329,10 +329,8 @@ class GradScaler(TorchGradScaler):
         try:
             if not self._enabled or "closure" in kwargs:
                 return TorchGradScaler.step(self, optimizer, *args, **kwargs)
-            scale, by = self._scale, divides_by(self._records, optimizer)
-            # Else torch's step asks for it.
-            asks = overridden and by != "grad_scale"
-            if scale is None or self._growth_tracker is None or asks:
+            scale = self._scale
+            if scale is None or self._growth_tracker is None:
                 scale = self._checked_scale("step", optimizer)
             turn = turn_of(self._records, self._per_optimizer_states, optimizer)
             passes = self._passes
@@ -342,6 +340,9 @@ class GradScaler(TorchGradScaler):
                 passes.agree(turn)  # retries a collective that failed
             if turn.is_late:
                 late_backward.warn(self, optimizer, turn)
+            by = divides_by(self._records, optimizer)
+            if overridden and by != "grad_scale":  # else torch's step asks for it
+                scale = self._checked_scale("step", optimizer)
             if overridden and by == "grad_scale":
                 result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
             # One that was to divide still has scaled gradients.

@@ -236,9 +236,12 @@ def test_a_wrong_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the line of the program, as Python has it."""
     words, name = "does not skip where found_inf is 1", KERNELS[torch.optim.Adam]
     monkeypatch.setattr(torch, name, FAULTS[words](getattr(torch, name)))
-    scaler = ampfast.GradScaler("cpu")
+    scaler, param = ampfast.GradScaler("cpu"), torch.nn.Parameter(torch.ones(2).double())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
+        with pytest.raises(AssertionError, match="_scale is None"):
+            scaler.step(torch.optim.Adam([param], fused=True))
+        assert not caught, "a step that is refused tries nothing"
         for _ in range(2):
             param = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
             optimizer = torch.optim.Adam([param], fused=True)
