@@ -175,7 +175,7 @@ def check_reduced(shards: LocalShards, work: Pass, flags: Flags, rows: Any, word
         flag = flags.get(device)
         if flag is None and given is not None:
             flag = moved(given, device, copy=True)
-        here = work.replaced(write=False, how=how, found_inf=flag, ending=None)
+        here = Pass(False, how, found_inf=flag)
         if how != Factor.NONE and work.factor is not None:
             here.factor = moved(work.factor, device)
         if rows is not None:

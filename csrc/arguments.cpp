@@ -50,22 +50,6 @@ Marks marks_of(const Pass& pass, at::Device device) {
           data_of<int64_t>(pass.now, "steps", device, std::max<int64_t>(pass.now.numel(), 1))};
 }
 
-namespace {
-
-AcceptedNorms accepted_norms_of(const at::Tensor& words, at::Device device) {
-  if (!words.defined()) {
-    return {};
-  }
-  const int64_t size = words.numel();
-  auto* data = data_of<double>(words, "accepted_norms", device, size);
-  TORCH_CHECK_VALUE(size >= kNormRing + 2, "accepted_norms has no window of 2 or more norms");
-  TORCH_CHECK_VALUE(!device.is_cpu() || (data[kNormCount] >= 0 && data[kNormCount] < 0x1p53),
-                    "accepted_norms has no count of norms");
-  return {data, size - kNormRing};
-}
-
-}  // namespace
-
 Clip ClipObject::on(at::Device device) const {
   TORCH_CHECK_TYPE(sums.defined() && norm.defined(), "a Clip has sums and a norm");
   Clip clip;
@@ -83,7 +67,14 @@ Clip ClipObject::on(at::Device device) const {
   clip.divisor = data_of<float>(divisor, "divisor", device);
   clip.found_inf = data_of<float>(found_inf, "found_inf", device);
   clip.skip_above = skip_above;
-  clip.accepted_norms = accepted_norms_of(accepted_norms, device);
+  if (accepted_norms.defined()) {
+    const int64_t size = accepted_norms.numel();
+    auto* words = data_of<double>(accepted_norms, "accepted_norms", device, size);
+    TORCH_CHECK_VALUE(size >= kNormRing + 2, "accepted_norms has no window of 2 or more norms");
+    TORCH_CHECK_VALUE(!device.is_cpu() || (words[kNormCount] >= 0 && words[kNormCount] < 0x1p53),
+                      "accepted_norms has no count of norms");
+    clip.accepted_norms = {words, size - kNormRing};
+  }
   return clip;
 }
 
@@ -139,14 +130,7 @@ std::optional<Update> UpdateObject::known() const {
 
 namespace {
 
-Factor factor_of(int64_t number) {
-  TORCH_CHECK_VALUE(number >= 0 && number <= static_cast<int64_t>(Factor::kDivide),
-                    "a pass has no factor of kind ", number);
-  return static_cast<Factor>(number);
-}
-
-// A class of Python whose fields have names, in their order as arguments of its constructor;
-// `replaced` copies an object with other ones.
+// A class of Python whose fields have names, in their order as arguments of its constructor.
 template <class T>
 class Fields {
  public:
@@ -171,26 +155,18 @@ class Fields {
   }
 
   void end() {
-    const auto set = [](const py::object& made, const py::kwargs& fields) {
-      for (const auto& [name, value] : fields) {
-        py::setattr(made, name, value);
-      }
-    };
-    class_.def(py::init([set, names = names_](const py::args& given, const py::kwargs& fields) {
+    class_.def(py::init([names = names_](const py::args& given, const py::kwargs& fields) {
       auto made = std::make_shared<T>();
       const py::object object = py::cast(made);
       TORCH_CHECK_TYPE(given.size() <= names.size(), "takes at most ", names.size(), " fields");
       for (size_t i = 0; i < given.size(); ++i) {
         py::setattr(object, names[i], given[i]);
       }
-      set(object, fields);
+      for (const auto& [name, value] : fields) {
+        py::setattr(object, name, value);
+      }
       return made;
     }));
-    class_.def("replaced", [set](const T& self, const py::kwargs& fields) {
-      const py::object made = py::cast(std::make_shared<T>(self));
-      set(made, fields);
-      return made;
-    });
   }
 
  private:
@@ -217,7 +193,11 @@ void bind_arguments(py::module_& m) {
       .value("write", &Pass::write)
       .property(
           "how", [](const Pass& self) { return static_cast<int64_t>(self.how); },
-          [](Pass& self, int64_t how) { self.how = factor_of(how); })
+          [](Pass& self, int64_t how) {
+            TORCH_CHECK_VALUE(how >= 0 && how <= static_cast<int64_t>(Factor::kDivide),
+                              "a pass has no factor of kind ", how);
+            self.how = static_cast<Factor>(how);
+          })
       .tensor("factor", &Pass::factor)
       .tensor("found_inf", &Pass::found_inf)
       .value("accumulate", &Pass::accumulate)

@@ -352,7 +352,6 @@ struct Finder::Norm {
   bool lists_twice() const;
   bool is_one_pass();
   bool reads_parts() const;
-  void unscale_first();
   at::Tensor sums(at::ScalarType wide);
   at::Tensor sums_of_python();
   bool can_agree() const;
@@ -394,11 +393,18 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
 // Refuses what cannot be written; of a clip, what is listed twice is unscaled before it is
 // measured, and all else, if nothing is left to clip, as it is measured.
 void Finder::Norm::prepare() {
-  if (aim == Aim::kClip && (any(Use::kScaled) || any(Use::kDeferred)) && lists_twice()) {
+  const bool is_scaled = any(Use::kScaled) || any(Use::kDeferred);
+  const bool unscales_first = aim == Aim::kClip && is_scaled && lists_twice();
+  if (unscales_first) {
     if (!std::exchange(finder.warned_of_duplicates, true)) {
       of_python("ampfast.gradients", "warn_of_duplicates")();
     }
-    unscale_first();
+    for (Term& term : terms) {
+      if (term.use != Use::kAsTheyAre) {
+        term.found = finder.find(term.optimizer, finder.reading(true, finder.allow_fp16), true);
+        term.writes = true;
+      }
+    }
   }
   for (const Term& term : terms) {
     if (term.writes || (term.use == Use::kDeferred && !is_read)) {
@@ -408,6 +414,16 @@ void Finder::Norm::prepare() {
       if (aim != Aim::kStep) {
         term.found->require("require_writable");  // which autograd sees, as it sees a clip
       }
+    }
+  }
+  for (Term& term : terms) {
+    if (unscales_first && term.use != Use::kAsTheyAre) {
+      term.turn.begin(agreement);
+      Pass pass = *finder.unscaling;  // each gradient as often as it is listed, as torch does
+      pass.write = true;
+      term.found->run(pass, finder.running(term.rows));
+      term.use = Use::kAsTheyAre;
+      term.pass = std::make_shared<Pass>();
     }
   }
   if (is_number && std::isinf(max_norm) && agreement.is_none() && is_for_kernels) {
@@ -424,29 +440,6 @@ bool Finder::Norm::lists_twice() const {
     term.found->add_grads(grads);
   }
   return has_duplicates(grads);
-}
-
-// Unscales gradients, each as often as it is listed, as torch does.
-void Finder::Norm::unscale_first() {
-  for (Term& term : terms) {
-    if (term.use != Use::kAsTheyAre) {
-      term.found = finder.find(term.optimizer, finder.reading(true, finder.allow_fp16), true);
-      term.found->require("require_unscalable");
-      term.found->require("require_writable");
-    }
-  }
-  for (Term& term : terms) {
-    if (term.use != Use::kAsTheyAre) {
-      term.turn.begin(agreement);
-      Pass pass = *finder.unscaling;
-      pass.write = true;
-      term.found->run(pass, finder.running(term.rows));
-    }
-    term.use = Use::kAsTheyAre;
-    term.pass = std::make_shared<Pass>();
-    term.writes = true;
-    term.unscales = false;
-  }
 }
 
 // Whether the largest magnitude is not that of the parts of complex gradients.
@@ -693,12 +686,13 @@ std::shared_ptr<Found> found_of(PyObject* object) {
   return py::cast<std::shared_ptr<Found>>(py::handle(object));
 }
 
-// finder.find(optimizer, allow_fp16) -> Found, about to be written
-PyObject* call_find(PyObject* const* args) {
+// finder.run(optimizer, turn, pass, allow_fp16) -> flags
+PyObject* call_run_hook(PyObject* const* args) {
   auto& finder = object_of<Finder>(args[0]);
-  const auto found = finder.find(args[1], finder.reading(true, args[2] == Py_True), false);
-  found->walk.hold();
-  return py::cast(found).release().ptr();
+  const auto& pass = object_of<Pass>(args[3]);
+  const auto found = finder.find(args[1], finder.reading(pass.write, args[4] == Py_True), false);
+  const py::object rows = finder.rows_of(Turn(args[2]), *found, false);
+  return dict_of(found->run(pass, finder.running(rows))).release().ptr();
 }
 
 // finder.take(optimizer, turn, pass) -> flags
@@ -767,8 +761,6 @@ void bind_found(py::module_& m) {
              self.unscaling = std::move(unscaling);
              self.dividing = std::move(dividing);
            })
-      .def("rows_of", [](Finder& self, const py::object& turn,
-                         Found& found) { return self.rows_of(Turn(turn.ptr()), found, false); })
       .def("find_in",
            [](Finder& self, py::object groups, bool writes, bool takes_fp16) {
              auto found = self.find_in(std::move(groups), self.reading(writes, takes_fp16), false);
@@ -778,7 +770,7 @@ void bind_found(py::module_& m) {
       .def("find_over", [](Finder& self, const py::sequence& grads, bool writes) {
         return self.sorted(walk_over(grads, self.reading(writes, true)), false);
       });
-  add_call<call_find, 2, true>(finder, "find");
+  add_call<call_run_hook, 4, true>(finder, "run");
   add_call<call_take, 3, true>(finder, "take");
   add_call<call_agree, 1, true>(finder, "agree");
   add_call<call_norm, 7, true>(finder, "norm");

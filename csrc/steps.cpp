@@ -111,9 +111,8 @@ py::object record_of(py::handle records, PyObject* optimizer) {
 
 // turn_of(records, turns, optimizer) -> the optimizer's turn in an iteration, which may begin here
 PyObject* turn_of(PyObject* const* args) {
-  static PyObject* const type = py::object(of_python("ampfast.gradients", "Turn")).release().ptr();
-  static PyObject* const ready =
-      py::object(of_python("ampfast.gradients", "READY")).release().ptr();
+  static const py::handle type = of_python("ampfast.gradients", "Turn").release();
+  static const py::handle ready = of_python("ampfast.gradients", "READY").release();
   const auto key = owned<py::object>(PyLong_FromVoidPtr(args[2]));
   const auto turns = py::reinterpret_borrow<py::dict>(args[1]);
   const py::object record = record_of(args[0], args[2]);
@@ -122,12 +121,12 @@ PyObject* turn_of(PyObject* const* args) {
   if (turn && turn.is(last)) {
     return turn.release().ptr();
   }
-  if (!turn || Py_TYPE(turn.ptr()) != reinterpret_cast<PyTypeObject*>(type)) {
-    const py::dict made = py::handle(type)();
+  if (!turn || !py::type::handle_of(turn).is(type)) {
+    const py::dict made = type();
     if (turn) {
       made.attr("update")(turn);  // others put torch's plain dicts there
     } else {
-      made[names::stage] = py::handle(ready);
+      made[names::stage] = ready;
       made[names::found_inf_per_device] = py::dict();
     }
     turns[key] = made;
@@ -249,14 +248,13 @@ std::optional<py::list> claim_of(PyObject* optimizer) {
 // divides_by(records, optimizer) -> as `decide_division` says; its record keeps the answer until
 // the claim or torch's kernels change
 PyObject* divides_by(PyObject* const* args) {
-  static PyObject* const module =
-      py::module_::import("ampfast.optim.fused_support").release().ptr();
-  static PyObject* const torch = py::module_::import("torch").release().ptr();
+  static const py::handle module = py::module_::import("ampfast.optim.fused_support").release();
+  static const py::handle torch = py::module_::import("torch").release();
   std::optional<py::list> claim = claim_of(args[1]);
   if (!claim) {
     return nullptr;
   }
-  claim->append(py::getattr(module, names::operators)(py::handle(torch)));
+  claim->append(py::getattr(module, names::operators)(torch));
   const py::object record = record_of(args[0], args[1]);
   const py::object known = py::getattr(record, names::divides_by);
   if (!known.is_none()) {

@@ -123,9 +123,7 @@ class Passes:
         """Unscales as torch's method that subclasses override."""
         if scale is not None:
             self._know(scale)
-        found = self._finder.find(optimizer, allow_fp16)
-        rows = self._finder.rows_of(turn, found)
-        flags: Flags = found.run(work, rows, self._loss_scale.words, False)
+        flags: Flags = self._finder.run(optimizer, turn, work, allow_fp16)
         return flags
 
     def norm(

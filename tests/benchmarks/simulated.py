@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from support.comparison import replaced
 from support.launchers import ReferenceLauncher
 
 from ampfast import backends
@@ -25,7 +26,7 @@ class Launcher(ReferenceLauncher):
 
     def multi_tensor(self, work, table, segment, is_last) -> None:
         if self.wrong == "value" and work.write:
-            work = work.replaced(factor=torch.nextafter(work.factor, 2 * work.factor))
+            work = replaced(work, factor=torch.nextafter(work.factor, 2 * work.factor))
         super().multi_tensor(work, table, segment, is_last)
         if self.wrong in ("finds", "finds nothing"):
             work.found_inf.fill_(self.wrong == "finds")

@@ -25,7 +25,7 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.clip import norm_history
 from ampfast.gradients import Turn
 from ampfast.scaler import grad_scaler, skips
-from support.comparison import assert_same
+from support.comparison import assert_same, replaced
 from support.launchers import serve_by
 from support.steps import take_step
 
@@ -247,7 +247,7 @@ def _as(kind: type[torch.Tensor], values: Any, capture: Capture | None = None) -
             return value.as_subclass(kind)
         names = {core.Pass: ("factor",), core.Update: _UPDATED}.get(type(value), ())
         if names:
-            return value.replaced(**{name: _as(kind, getattr(value, name)) for name in names})
+            return replaced(value, **{name: _as(kind, getattr(value, name)) for name in names})
         if inspect.isfunction(value) and capture is not None:
 
             def call(*args: Any) -> Any:  # with torch's ops, which are captured

@@ -159,3 +159,9 @@ def agree(scenario: Callable[[type[TorchScaler]], Any]) -> Outcome:
     ours, theirs = outcome(lambda: scenario(GradScaler)), outcome(lambda: scenario(TorchScaler))
     assert_same(ours.comparable(), theirs.comparable(), "outcome")
     return ours
+
+
+def replaced(given: Any, **fields: Any) -> Any:
+    """A copy of a pass, a clip or an update with other fields."""
+    names = (name for name in dir(given) if not name.startswith("_"))
+    return type(given)(**{**{name: getattr(given, name) for name in names}, **fields})

@@ -25,6 +25,7 @@ from torch import Tensor
 from ampfast import _C, backends
 from ampfast.backends import aten, core, cpu
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
+from support.comparison import replaced
 
 _INFINITE = 0x7FF0000000000000
 
@@ -100,7 +101,7 @@ class ReferenceLauncher:
             work.factor_copy.copy_(work.factor)
         if work.ending is not None:
             flags = [work.found_inf, *work.ending.found_infs]
-            self._update(work.ending.replaced(found_infs=flags))
+            self._update(replaced(work.ending, found_infs=flags))
         header.zero_()
 
     def update_scale(self, update: Update) -> None:
@@ -114,7 +115,7 @@ class ReferenceLauncher:
 
     def _update(self, update: Update) -> None:
         scale, tracker = update.scale.data, update.growth_tracker.data
-        assert cpu.update(update.replaced(scale=scale, growth_tracker=tracker))
+        assert cpu.update(replaced(update, scale=scale, growth_tracker=tracker))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ampfast.backends.aten import squares_in
 from ampfast.backends.core import MARK_WORDS, SPIKE, Factor, Pass, Update, norm_layout
 from ampfast.backends.core import state_layout as layout
 from ampfast.scaler.loss_scale import Limits, LossScale
-from support.comparison import BITS, FLOATS, assert_same
+from support.comparison import BITS, FLOATS, assert_same, replaced
 from support.kernels import Track, flag, grads_of, inverse_of, run_check, storage, torch_unscale_
 
 # Bound on the relative error of a norm against the float64 norm of the unscaled values: one
@@ -261,7 +261,7 @@ def check_limits(kernels: Any, device: torch.device, limits: str) -> None:
         infinite = riding and found == 1
         update = update_of(kept, scale, tracker, found, norm)
         if infinite:
-            update = update.replaced(found_infs=())
+            update = replaced(update, found_infs=())
         if riding:
             ending = kernels.ending(update)
             value = math.nan if infinite else 1.0
@@ -442,7 +442,7 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
         found = kernels.run(grads_of(plain), work).item()
         grads = copies(make, device)
         track = track_for(count, step=4, device=device)
-        assert kernels.run(grads_of(grads), work.replaced(**track._asdict())).item() == found, name
+        assert kernels.run(grads_of(grads), replaced(work, **track._asdict())).item() == found, name
         assert kinds_in(track) == expected, name
         squares = squares_in(track.marks)
         if work.sums is None:
@@ -469,7 +469,7 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
     run("norms of quotients", quotients, divided)
     # The reciprocal of this scale is infinite.
     tiny = torch.tensor([2.0**-140, 0.0, 3 * 2.0**-140], device=device)
-    work = divided.replaced(factor=flag(2.0**-130).to(device))
+    work = replaced(divided, factor=flag(2.0**-130).to(device))
     assert kernels.run(grads_of([tiny]), work).item() == 0
     assert sums.tolist() == [10 * 2.0**-20, 3 * 2.0**-10]
 
