@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -696,15 +695,7 @@ class GradScaler(TorchGradScaler):
 
     def _report_or_reason(self) -> OverflowReport | str | None:
         """The report of this rank, or why there is none, for texts; None without `track`."""
-        if self._track is None:
-            return None
-        try:
-            report = self._reports.overflows(None, self._why_no_report())
-        except RuntimeError as error:
-            return str(error)
-        if report.step is None and dist.is_available() and dist.is_initialized():
-            return f"{report} This is the report of one rank: see those of the others."
-        return report
+        return self._reports.overflows_or_reason(self._why_no_report())
 
     def _why_no_report(self) -> str:
         """Why gradients may be unknown to the reports, or an empty text."""

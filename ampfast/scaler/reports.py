@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from ampfast.backends import aten
 from ampfast.backends.cuda_graphs import refuse_capture
@@ -101,6 +102,18 @@ class Reports:
         if self._finder is not None and report.step is not None:
             report = replace(report, module=self._finder.report_of(report.step))
         return report if ranks is None else OverflowReport.of_all(ranks.gathered(report))
+
+    def overflows_or_reason(self, why_none: str) -> OverflowReport | str | None:
+        """The report of this rank, or why there is none, for texts; None without tracking."""
+        if self._track is None:
+            return None
+        try:
+            report = self.overflows(None, why_none)
+        except RuntimeError as error:
+            return str(error)
+        if report.step is None and dist.is_available() and dist.is_initialized():
+            return f"{report} This is the report of one rank: see those of the others."
+        return report
 
     def norms(self, why_none: str) -> NormReport:
         """Returns the norms of living optimizers' parameters; one host sync, raises as others."""
