@@ -93,7 +93,7 @@ class Reports:
         for number, rows in found:
             read = [list(islice(on_host, len(table))) for table in rows.counters.values()]
             for place, *counts in zip(rows.places(number, names), *read, strict=True):
-                totals += overflows_of(place, counts)
+                totals += overflows_of(place, counts) if counts else []  # without gradients so far
         report = OverflowReport.of(totals)
         optimizers = {row.optimizer for row in report.parameters}
         params = chain.from_iterable(rows.params for n, rows in found if n in optimizers)

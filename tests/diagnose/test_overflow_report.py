@@ -16,7 +16,7 @@ from support.gradients import parameter_with
 from support.steps import take_step
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ampfast import GradScaler
+from ampfast import GradScaler, StepGuard
 from ampfast.diagnose.overflow_report import OverflowReport
 
 INF, NAN = math.inf, math.nan
@@ -183,6 +183,12 @@ def test_several_optimizers_and_dtypes() -> None:
     second[1].grad[0] = NAN
     report = report_of(scaler, *optimizers)
     assert [(p.optimizer, p.index) for p in report.parameters] == [(1, 1)] and report.step == 1
+
+
+def test_an_optimizer_that_had_no_gradients_has_no_overflows() -> None:
+    guard, idle = StepGuard(track="overflow"), sgd(parameters(None))
+    assert report_of(guard, idle) == NONE
+    assert kinds(report_of(guard, idle, sgd(parameters(INF)))) == [(0, "inf")]
 
 
 def test_a_deleted_optimizer_is_not_reported_and_keeps_no_parameters() -> None:
