@@ -349,7 +349,6 @@ struct Finder::Norm {
   bool any(Use use) const {
     return std::any_of(terms.begin(), terms.end(), [use](const Term& t) { return t.use == use; });
   }
-  bool lists_twice() const;
   bool is_one_pass();
   bool reads_parts() const;
   at::Tensor sums(at::ScalarType wide);
@@ -393,8 +392,13 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
 // Refuses what cannot be written; of a clip, what is listed twice is unscaled before it is
 // measured, and all else, if nothing is left to clip, as it is measured.
 void Finder::Norm::prepare() {
-  const bool is_scaled = any(Use::kScaled) || any(Use::kDeferred);
-  const bool unscales_first = aim == Aim::kClip && is_scaled && lists_twice();
+  Tensors grads;
+  if (aim == Aim::kClip && (any(Use::kScaled) || any(Use::kDeferred))) {
+    for (const Term& term : terms) {
+      term.found->add_grads(grads);
+    }
+  }
+  const bool unscales_first = has_duplicates(grads);
   if (unscales_first) {
     if (!std::exchange(finder.warned_of_duplicates, true)) {
       of_python("ampfast.gradients", "warn_of_duplicates")();
@@ -432,14 +436,6 @@ void Finder::Norm::prepare() {
       term.writes &= !term.unscales;
     }
   }
-}
-
-bool Finder::Norm::lists_twice() const {
-  Tensors grads;
-  for (const Term& term : terms) {
-    term.found->add_grads(grads);
-  }
-  return has_duplicates(grads);
 }
 
 // Whether the largest magnitude is not that of the parts of complex gradients.
@@ -565,7 +561,8 @@ void Finder::Norm::measure() {
   const Batch* first = nullptr;
   for (const Term& term : terms) {
     for (const Batch& batch : term.found->batches) {
-      is_wide |= batch.has_float64();
+      is_wide |=
+          batch.list ? batch.list->has_float64() : batch.aside.attr("has_float64").cast<bool>();
       if (first == nullptr || (batch.list && !first->list)) {
         first = &batch;
         place = batch.device;
@@ -682,10 +679,6 @@ at::Tensor Finder::norm(const py::list& optimizers, const py::list& turns, const
 
 namespace {
 
-std::shared_ptr<Found> found_of(PyObject* object) {
-  return py::cast<std::shared_ptr<Found>>(py::handle(object));
-}
-
 // finder.run(optimizer, turn, pass, allow_fp16) -> flags
 PyObject* call_run_hook(PyObject* const* args) {
   auto& finder = object_of<Finder>(args[0]);
@@ -724,7 +717,7 @@ PyObject* call_run(PyObject* const* args) {
               py::reinterpret_borrow<py::object>(args[3])};
   how.sums = args[4] == Py_True ? &sums : nullptr;
   const auto& pass = object_of<Pass>(args[1]);
-  const py::dict flags = dict_of(found_of(args[0])->run(pass, how));
+  const py::dict flags = dict_of(object_of<Found>(args[0]).run(pass, how));
   const py::object result = how.sums == nullptr ? py::object(flags) : py::make_tuple(flags, sums);
   return Py_NewRef(result.ptr());
 }

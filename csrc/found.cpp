@@ -30,10 +30,6 @@ at::Tensor moved(const at::Tensor& scalar, at::Device device) {
   return scalar.to(device, scalar.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
-bool Batch::has_float64() const {
-  return list ? list->has_float64() : aside.attr("has_float64").cast<bool>();
-}
-
 Turn::Turn(PyObject* turn) : turn_(turn), flag_(new_scalar<float>(1)) {
   TORCH_CHECK_TYPE(PyDict_Check(turn), "expected the turn of an optimizer");
   flags_[device_object(at::kCPU)] = flag_;

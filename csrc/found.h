@@ -25,8 +25,6 @@ struct Batch {
   std::optional<GradList> list;
   PyObject* launcher = nullptr;  // of kernels that are launched; null: the CPU's run
   py::object aside;
-
-  bool has_float64() const;
 };
 
 // An optimizer's turn, a dict of Python. Made before the walk: what makes objects may run Python,
