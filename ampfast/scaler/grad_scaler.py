@@ -324,7 +324,6 @@ class GradScaler(TorchGradScaler):
         """
         overridden = overrides(self, _HOOKS)
         turn: Any = {}
-        result: float | None
         try:
             if not self._enabled or "closure" in kwargs:
                 return TorchGradScaler.step(self, optimizer, *args, **kwargs)
@@ -332,11 +331,10 @@ class GradScaler(TorchGradScaler):
             if scale is None or self._growth_tracker is None:
                 scale = self._checked_scale("step", optimizer)
             turn = turn_of(self._records, self._per_optimizer_states, optimizer)
-            passes = self._passes
             if turn["stage"] is STEPPED:
                 raise out_of_turn.stepped("step() has already been called since the last update().")
             if turn.agreement is not None and turn["stage"] is not READY:
-                passes.agree(turn)  # retries a collective that failed
+                self._passes.agree(turn)  # retries a collective that failed
             if turn.is_late:
                 late_backward.warn(self, optimizer, turn)
             by = divides_by(self._records, optimizer)
@@ -354,7 +352,7 @@ class GradScaler(TorchGradScaler):
                 if turn["stage"] is READY and overridden:
                     self.unscale_(optimizer)
                 elif turn["stage"] is READY:
-                    passes.unscale(optimizer, turn, scale)
+                    self._passes.unscale(optimizer, turn, scale)
                 if not turn["found_inf_per_device"]:
                     flag = flag_unchecked(optimizer, scale.device, self._is_guard)
                     turn["found_inf_per_device"] = {scale.device: flag}
@@ -845,8 +843,8 @@ class GradScaler(TorchGradScaler):
         super().update(new_scale)
         if before is None or tracker is None or not flags:
             return False
-        given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
-        self._loss_scale.update_(*given, self._kernels)
+        unused = tracker.detach().clone()
+        self._loss_scale.update_(before, unused, flags, (1.0, 1.0, 0), self._kernels)
         return True
 
     def _end_iteration(self, *, is_step: bool = True) -> None:
@@ -857,10 +855,9 @@ class GradScaler(TorchGradScaler):
         if not is_step:
             return
         if self._skip_above is not None:
-            histories = self._norm_histories
-            if not histories.is_compared:
-                histories.warn_of_no_use()
-            histories.is_compared = False
+            if not self._norm_histories.is_compared:
+                self._norm_histories.warn_of_no_use()
+            self._norm_histories.is_compared = False
         watch, log, words = self._skip_watch, self._skip_log, loss_scale.words
         watch.due -= 1
         log.due -= 1
