@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -106,8 +107,8 @@ class ScalerClock:
 
     def __init__(self, *kinds: type, keeps_values: bool, ended: Callable[[Record], object]) -> None:
         self.records: dict[int, Record] = {}
-        # Of the scaler whose method runs, unless its optimizer steps.
-        self._inside: Record | None = None
+        # Of the scaler whose method a thread runs, unless its optimizer steps.
+        self._inside = threading.local()
         self._optimizers: dict[int, Any] = {}
         self._keeps_values, self._ended = keeps_values, ended
         for kind in kinds:
@@ -131,7 +132,7 @@ class ScalerClock:
                     # Other layouts have no bits, such as a nested tensor's.
                     with suppress(RuntimeError, TypeError, ValueError):
                         found.append(checksum(parameter))
-        return hash(tuple(found))
+        return hash(tuple(sorted(found)))  # threads may step in any order
 
     def _hold(self, *arguments: Any) -> None:
         for optimizer in arguments:
@@ -141,7 +142,7 @@ class ScalerClock:
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside is not None:
+            if torch.compiler.is_compiling() or getattr(self._inside, "record", None):
                 return method(scaler, *args, **kwargs)
             record = self.records.setdefault(id(scaler), Record(scaler))
             if not scaler._enabled or is_capturing():
@@ -166,8 +167,8 @@ class ScalerClock:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 self._hold(*args[:1])
-                if self._inside is not None:
-                    return self._clocked(self._inside, -1, step, *args, **kwargs)
+                if (record := getattr(self._inside, "record", None)) is not None:
+                    return self._clocked(record, -1, step, *args, **kwargs)
             return step(*args, **kwargs)
 
         return call
@@ -176,10 +177,10 @@ class ScalerClock:
         self, record: Record, sign: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Calls; adds the time to the record's, or takes it away."""
-        self._inside = record if sign > 0 else None
+        self._inside.record = record if sign > 0 else None
         begin = time.perf_counter_ns()
         try:
             return call(*args, **kwargs)
         finally:
             record.spent_ns += sign * (time.perf_counter_ns() - begin)
-            self._inside = None if sign > 0 else record
+            self._inside.record = None if sign > 0 else record

@@ -201,6 +201,30 @@ def test_a_scaler_of_the_programs_decides(python: Call) -> None:
     assert "no step of a torch optimizer was guarded" in python("print()", *guarded).stderr
 
 
+THREADS = """
+import threading, torch
+def train(step):
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = type("Own", (), {"param_groups": [{"params": [param]}], "step": step})
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+def meanwhile():
+    thread = threading.Thread(target=train, args=(int,))
+    thread.start()
+    thread.join()
+train(meanwhile)
+"""
+
+
+def test_scalers_of_threads_do_not_hide_each_other(python: Call) -> None:
+    done = python(THREADS, "-m", "ampfast", "run", "train.py")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and len(lines) == 2, done.stderr
+    assert all(": 1 steps, 0 skipped" in line for line in lines)
+
+
 ENDED = """
 import atexit, tempfile
 log = open("log", "w")
