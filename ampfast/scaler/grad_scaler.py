@@ -30,7 +30,7 @@ from ampfast.scaler.checkpoint import EXPECTED, require_loadable
 from ampfast.scaler.fused_step import step_fused
 from ampfast.scaler.loss_scale import History, Limits, LossScale, ScalerStats
 from ampfast.scaler.passes import AS_THEY_ARE, CLIP, CLIP_DECIDED, DEFERRED, MEASURE, SCALED, Passes
-from ampfast.scaler.reports import Reports
+from ampfast.scaler.reports import Reports, summary
 from ampfast.scaler.skips import SkipLog, SkipWatch
 
 if TYPE_CHECKING:
@@ -184,6 +184,9 @@ class GradScaler(TorchGradScaler):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {summary(self)}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.

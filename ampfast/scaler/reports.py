@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -133,3 +133,15 @@ class Reports:
         """The rows of living optimizers, for a report, each with the optimizer's number."""
         refuse_capture("a report that the host reads", "ask after the replay")
         return [(n, rows) for n, each in enumerate(self._rows) if (rows := each()) is not None]
+
+
+def summary(scaler: Any) -> str:
+    """The scale of a scaler, its steps and skips, as its repr tells them; no host sync."""
+    scale = scaler._scale if scaler._enabled else None
+    if scale is not None and scale.is_cpu:
+        stats, backend = scaler.stats(), scaler._choice.name_for(scale.device)
+        counts = f"{stats.steps} steps, {stats.skipped} skipped"
+        return f"scale {stats.scale:.10g}, {counts}, backend {backend}"
+    if scale is not None:
+        return f"scale, steps and skipped on {scale.device}: see stats()"
+    return f"scale {scaler._init_scale:.10g}, on no device yet" if scaler._enabled else "disabled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.comparison import Scaler, TorchScaler, agree, assert_same, outcome, started
 from support.steps import side
+from torch._subclasses import FakeTensorMode
 
 import ampfast
 from ampfast import GradScaler
@@ -75,11 +77,28 @@ def test_disabled(call: str) -> None:
     agree(use)
 
 
-def test_a_pickle_keeps_the_backend() -> None:
+def test_repr_without_a_wait_of_the_host() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    assert repr(scaler) == "<GradScaler: scale 1024, on no device yet>"
+    assert repr(GradScaler("cpu", enabled=False)) == "<GradScaler: disabled>"
+    for value in (1.0, math.inf, 1.0):
+        weight.grad = torch.full((2,), value)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    backend = scaler._choice.name_for(torch.device("cpu"))
+    assert repr(scaler) == f"<GradScaler: scale 512, 3 steps, 1 skipped, backend {backend}>"
+    assert repr(copy.deepcopy(scaler)) == "<GradScaler: scale 512, on no device yet>"
     scaler = GradScaler("cpu", backend="aten")
     for _ in range(2):  # attributes missing in one pickle are present in the next
-        scaler = copy.deepcopy(pickle.loads(pickle.dumps(scaler)))
-    assert scaler._choice.name_for(torch.device("cpu")) == "aten"
+        scaler = pickle.loads(pickle.dumps(scaler))
+    scaler.scale(torch.ones(()))
+    assert repr(scaler).endswith("backend aten>")
+    with FakeTensorMode():  # a number of this tensor cannot be read
+        scaler._scale = torch.ones((), device="cuda")
+    assert repr(scaler) == "<GradScaler: scale, steps and skipped on cuda:0: see stats()>"
 
 
 def test_the_package_lists_its_public_names_alone() -> None:
