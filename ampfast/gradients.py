@@ -44,7 +44,8 @@ class Turn(dict[str, Any]):
         ending: The update of the scale that the last check of the iteration does, too, or None.
         grad_scale: The copy of the scale, 0-dim float32, that the last check made, or None.
         may_spike: Whether a norm was compared, so that a flag may be that of a spike.
-        is_measured: Whether the norm of a fused step's gradients was recorded, before it raised.
+        is_measured: Whether the norm of a fused step's gradients was recorded: one that is repeated
+            only checks.
         is_late: Whether a backward has written gradients since they were unscaled.
     """
 

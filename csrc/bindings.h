@@ -9,7 +9,7 @@
 
 namespace ampfast {
 
-// Calls over gradients and the update of a scale; the stub _C.pyi describes them.
+// Calls of a step of Python's; the stub _C.pyi describes them.
 void bind_steps(py::module_& m);
 // Calls over kernels that are launched.
 void bind_device_kernels(py::module_& m);

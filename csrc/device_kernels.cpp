@@ -44,6 +44,8 @@ std::unique_lock<std::mutex> one_pass() {
   return lock;
 }
 
+// By a launcher as ampfast/backends/__init__.py describes it, also where that is of C++.
+// C++.
 void launch(PyObject* launcher, const GradList& list, const py::object& pass) {
   const std::shared_ptr<DeviceTable> table = table_of(list, is_capturing(launcher));
   const py::object given = py::cast(table),
@@ -217,6 +219,7 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   const at::Tensor other_flag = flags.empty() ? at::Tensor() : flags.front();
   const at::Tensor& norms = clip.accepted_norms;
   const bool is_wide = clip.norm.defined() && clip.norm.scalar_type() == at::kDouble;
+  static_assert(kDtypeCount <= 4);
   uint64_t key = 1;  // that of `update_scale` is 0
   for (const int bits : {static_cast<int>(dtype_of(segment.dtype)), static_cast<int>(pass.how),
                          pass.write << 1 | is_last, pass.accumulate << 1 | is_wide,

@@ -28,7 +28,7 @@ struct Term {
   std::shared_ptr<Pass> pass;  // that reads
   py::object rows = py::none();
   Flags flags;
-  bool writes = false;    // clips in place, in a second pass
+  bool writes = false;    // unscales or clips in place, in a second pass
   bool unscales = false;  // unscales as it reads
 };
 
@@ -389,8 +389,8 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
   }
 }
 
-// Refuses what cannot be written; of a clip, what is listed twice is unscaled before it is
-// measured, and all else, if nothing is left to clip, as it is measured.
+// Refuses what cannot be written, now or by the step; of a clip, what is listed twice is unscaled
+// before it is measured, and all else, if nothing is left to clip, as it is measured.
 void Finder::Norm::prepare() {
   Tensors grads;
   if (aim == Aim::kClip && (any(Use::kScaled) || any(Use::kDeferred))) {

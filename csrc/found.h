@@ -96,6 +96,7 @@ bool has_duplicates(const Tensors& tensors);
 // A pass of the CPU's kernels.
 at::Tensor run_on_cpu(const GradList& list, const Pass& pass, const at::Tensor& new_flag = {});
 
+// Of finder.cpp: Found and Finder.
 void bind_found(py::module_& m);
 
 }  // namespace ampfast

@@ -1,4 +1,5 @@
-// The CPU's kernels, and questions of Python's steps that a frame of Python would answer slowly.
+// Calls of the CPU's kernels, and questions of Python's steps that a frame of Python would answer
+// slowly.
 #include "found.h"
 
 namespace ampfast {

@@ -42,7 +42,6 @@ USE = {
 }
 # Words that may stay in a file, such as the name of a function.
 EXCEPTIONS = {
-    "csrc/device_kernels.cpp": {"riding"},
     "ampfast/diagnose/find_nonfinite.py": {"forward pass", "forward passes"},
 }
 

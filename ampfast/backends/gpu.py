@@ -1,4 +1,4 @@
-"""Passes over a table of gradients on a device: the host side shared by Triton and CUDA."""
+"""Kernels by a launcher, Triton's or CUDA's, and the update with which a pass ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who divides in its step, a trial of torch's fused kernels, and values by optimizer."""
+"""Who divides in its step, a trial of torch's fused kernels, and who has gradients, and where."""
 
 from __future__ import annotations
 

@@ -435,7 +435,7 @@ class GradScaler(TorchGradScaler):
                 others.pop(id(optimizers[-1]), None)
                 flags = flags_of(others, self._passes.agree) if others else []
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
-                update = self._loss_scale.update_there(scale, growth_tracker, flags, factors)
+                update = self._loss_scale.update_of(scale, growth_tracker, flags, factors)
                 ending = self._kernels.ending(update)
         try:
             for optimizer in optimizers[-1:]:
@@ -801,6 +801,7 @@ class GradScaler(TorchGradScaler):
         scale = self._checked_scale("_check_inf_per_device", optimizer)
         turns = {**self._per_optimizer_states}
         turn = turn_of(self._records, turns, optimizer)
+        # Divided by 1 they are only checked, float16 ones, too.
         one = scalars.allocate(torch.ones, (), dtype=torch.float32, device=scale.device)
         flags = self._passes.check(optimizer, turn, Pass(False, Factor.DIVIDE, one), scale)
         self._per_optimizer_states.update(turns)

@@ -165,11 +165,11 @@ class LossScale:
         given = scale, growth_tracker, found_infs
         # The first try is declined where a tensor is on another device or a factor is no float.
         if update_by(kernels, *given, *factors, self.words, norm) is not None:
-            update = self.update_there(*given, factors)
+            update = self.update_of(*given, factors)
             if not kernels.update(update):
                 aten.update(update, self.limits, bool(norms))
 
-    def update_there(
+    def update_of(
         self,
         scale: Tensor,
         growth_tracker: Tensor,

@@ -55,7 +55,7 @@ class Passes:
     def _know(self, scale: Tensor | None) -> None:
         """Makes the passes of a scale, unless they are known; None if the scaler is disabled."""
         if scale is None:
-            # It needs no process group.
+            # A disabled scaler needs no process group.
             self._finder.has_group = not self._is_alone and dist.is_initialized()
         if scale is None or self._scale is scale:
             return
@@ -137,7 +137,7 @@ class Passes:
         limit: float | ClipLimit = math.inf,
         order: float = 2.0,
     ) -> Tensor:
-        """Takes the norm of gradients, and clips them or lets the steps of optimizers clip.
+        """Takes the norm of gradients, and unscales or clips them or lets the steps clip.
 
         Args:
             optimizers: The optimizers.

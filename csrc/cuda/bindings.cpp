@@ -53,7 +53,7 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   work.is_last = is_last;
   work.found_inf = data_of<float>(pass.found_inf, "found_inf", device);
   work.accumulate = pass.accumulate;
-  work.divisor = data_of<float>(pass.factor_copy, "factor_copy", device);
+  work.factor_copy = data_of<float>(pass.factor_copy, "factor_copy", device);
   if (is_last && pass.ending) {
     const std::vector<at::Tensor> flags = pass.ending->flags();
     work.update = pass.ending->known().value();

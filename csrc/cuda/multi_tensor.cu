@@ -64,8 +64,8 @@ __device__ void finish(const Launch& launch, bool found) {
   if (launch.clip.sums != nullptr) {
     clip_coefficient(launch.clip);
   }
-  if (launch.divisor != nullptr) {
-    *launch.divisor = *launch.factor;
+  if (launch.factor_copy != nullptr) {
+    *launch.factor_copy = *launch.factor;
   }
   if (launch.update.scale != nullptr) {
     const float other = launch.other_found_inf != nullptr ? *launch.other_found_inf : 0;

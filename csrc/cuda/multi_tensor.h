@@ -50,9 +50,9 @@ struct Launch {
   // Only with the last segment passes heed what follows.
   bool is_last = false;
   float* found_inf = nullptr;
-  bool accumulate = false;   // leaves a flag that is set already, else 0 or 1 is written
-  float* divisor = nullptr;  // gets the factor as it is before the update; null: none
-  Update update;             // without a scale: none
+  bool accumulate = false;       // leaves a flag that is set already, else 0 or 1 is written
+  float* factor_copy = nullptr;  // gets the factor as it is before the update; null: none
+  Update update;                 // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
   int64_t words[kWordsOfLaunch];

@@ -1,4 +1,4 @@
-// Per-parameter tracking in the CUDA kernels: overflow counters.
+// Atomics of the CUDA kernels, and overflow counters by parameter.
 #pragma once
 
 #include "gatherer.cuh"
