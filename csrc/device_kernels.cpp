@@ -45,7 +45,6 @@ std::unique_lock<std::mutex> one_pass() {
 }
 
 // By a launcher as ampfast/backends/__init__.py describes it, also where that is of C++.
-// C++.
 void launch(PyObject* launcher, const GradList& list, const py::object& pass) {
   const std::shared_ptr<DeviceTable> table = table_of(list, is_capturing(launcher));
   const py::object given = py::cast(table),
