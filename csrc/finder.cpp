@@ -370,6 +370,9 @@ void Finder::Norm::find(const py::list& optimizers, const py::list& turns, const
     term.found = is_found
                      ? optimizers[i].cast<std::shared_ptr<Found>>()
                      : finder.find(term.optimizer, finder.reading(term.writes, takes_fp16), true);
+    if (optimizers.size() > 1) {
+      term.found->walk.hold();  // finding the next gradients may run Python
+    }
     term.rows = is_read ? py::none() : finder.rows_of(term.turn, *term.found, true);
     term.pass = std::make_shared<Pass>();
     if (term.use != Use::kAsTheyAre) {
@@ -406,6 +409,7 @@ void Finder::Norm::prepare() {
     for (Term& term : terms) {
       if (term.use != Use::kAsTheyAre) {
         term.found = finder.find(term.optimizer, finder.reading(true, finder.allow_fp16), true);
+        term.found->walk.hold();
         term.writes = true;
       }
     }

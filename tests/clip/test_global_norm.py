@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -429,3 +430,26 @@ def test_a_gradient_that_overlaps_itself_is_refused(kind: str, above: float | No
         scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
     assert scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] == {}
     assert param.grad.eq(torch.arange(1.0, 5.0)).all()
+
+
+def test_gradients_live_as_long_as_their_norm_is_taken() -> None:
+    """Though to ask for the groups of another optimizer drops them."""
+    scaler, first, other = started(), six(), parameter_with(torch.ones(2))
+    (param,) = first.param_groups[0]["params"]
+    asked: list[bool] = []
+
+    class Dropping:
+        last = -1
+
+        @property
+        def param_groups(self) -> Any:
+            if len(asked) == self.last:
+                param.grad = None
+            asked.append(ref() is not None)
+            return [{"params": [other]}]
+
+    ref, second = weakref.ref(param.grad), cast(Any, Dropping())
+    scaler.grad_norm([first, second])
+    second.last = 2 * len(asked) - 1
+    scaler.grad_norm([first, second])
+    assert param.grad is None and all(asked)
