@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="replace torch.nn.utils.clip_grad_norm_, too: faster, and rounded differently",
     )
-    run.add_argument("--track", choices=("overflow",), help="name the parameters that overflow")
+    run.add_argument("--track", choices=("overflow",), help="tell which parameters overflow")
     run.add_argument(
         "--skip-above",
         type=_skip_limit,

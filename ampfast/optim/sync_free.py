@@ -55,8 +55,9 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     if kind not in _KINDS:
         raise TypeError(
             "sync_free_ takes torch.optim.Adam, AdamW, SGD and Adagrad, no subclass or wrapper, "
-            f"got {kind.__module__}.{kind.__qualname__}: pass the optimizer that it wraps, or "
-            "fused=True to its constructor, or keep it, which GradScaler steps with one host sync"
+            f"got {kind.__module__}.{kind.__qualname__}: pass the optimizer that it wraps, before "
+            "master_weights_, or fused=True to its constructor, or keep it, which GradScaler steps "
+            "with one host sync"
         )
     refuse_capture("sync_free_, which moves step counters", "call it before")
     refuse_differentiable(optimizer.param_groups, "torch's fused implementation does")

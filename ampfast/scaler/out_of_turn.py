@@ -33,10 +33,10 @@ def past_its_turn(turn: dict[str, Any], optimizer: object) -> RuntimeError:
         text = "unscale_() has already been called on this optimizer since the last update()."
         why = (
             "Gradients are unscaled once, between the last backward() and step(): where they "
-            "accumulate over several backward(), not after each. update() ends the iteration."
+            "accumulate over several backward(), not after each. update() ends the iteration. "
+            "scaler.clip_grad_norm_() of ampfast unscales, too: call it in place of unscale_()."
         )
-    told = "clip_grad_norm_() unscales, too: call it in place of unscale_(). The optimizer: "
-    return add_note(RuntimeError(text), f"{told}{type(optimizer).__name__}. {why}")
+    return add_note(RuntimeError(text), f"The optimizer: {type(optimizer).__name__}. {why}")
 
 
 def stepped(text: str) -> RuntimeError:
