@@ -226,10 +226,11 @@ class History:
     Attributes:
         words: Floats of the widest dtype of the device.
         rule: The rule as it was last given.
+        device: The device.
     """
 
     def __init__(self, rule: Sigmas | ClipLimit, saved: list[float], device: torch.device) -> None:
-        self.rule, self._clips = rule, 0
+        self.rule, self.device, self._clips = rule, device, 0
         dtype, size = scalars.widest(device), norm_layout.RING + _window_of(rule)
         self.words = scalars.allocate(torch.zeros, size, dtype=dtype, device=device)
         self._header = self.words[: norm_layout.RING]
@@ -333,7 +334,7 @@ class NormHistories:
         """Returns the optimizer's history of a rule, on a device."""
         name = type(rule).__name__
         known: Any = record.norms.get(name)
-        is_here = type(known) is History and known.words.device == device
+        is_here = type(known) is History and known.device == device
         if is_here and (known.rule is rule or known.rule == rule):
             return known  # type: ignore[no-any-return]
         if not is_here or _window_of(known.rule) != _window_of(rule):
