@@ -408,6 +408,23 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
   return list;
 }
 
+bool can_be_reused(const py::list& memory, const py::list& like) {
+#ifdef Py_GIL_DISABLED  // counts of references are approximate there
+  return false;
+#endif
+  const auto fits = [](py::handle item, py::handle other) {
+    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+    const at::Tensor& model = THPVariable_Unpack(other.ptr());
+    return Py_REFCNT(item.ptr()) == 1 && is_dense(tensor) && tensor.use_count() == 1 &&
+           tensor.storage().use_count() == 1 && tensor.scalar_type() == at::kFloat &&
+           !tensor.requires_grad() && THPVariable_CheckExact(other.ptr()) && is_dense(model) &&
+           tensor.device() == model.device() && tensor.sizes() == model.sizes() &&
+           tensor.strides() == model.strides();
+  };
+  return memory.size() == like.size() &&
+         std::equal(memory.begin(), memory.end(), like.begin(), fits);
+}
+
 py::bytes looks_of(const py::list& tensors) {
   Reused<int64_t> words;
   for (const py::handle item : tensors) {

@@ -233,6 +233,10 @@ Walk walk_over(const py::sequence& grads, const Reading& reading);
 // `device`. Their parameters have the numbers of their places.
 std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device);
 
+// Tells whether nobody but the list `memory` holds its tensors or their memory, and each is float32
+// and else like the dense tensor in that place of the list `like`.
+bool can_be_reused(const py::list& memory, const py::list& like);
+
 // Bytes for each dense tensor that differ after an edit that autograd sees, or of other data.
 py::bytes looks_of(const py::list& tensors);
 

@@ -87,6 +87,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("LEAST_DEVIATION") = kLeastDeviation;
   m.def("real_view", torch::wrap_pybind_function(real_view));
   m.def("kind_of", &kind_of);
+  m.def("can_be_reused", &can_be_reused);
   m.def("looks_of", &looks_of);
 }
 

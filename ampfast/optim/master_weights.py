@@ -33,11 +33,14 @@ class _Masters(dict[Tensor, Tensor]):
             with them; None: compare them.
         looks: `core.looks_of` the parameters with a master weight then, or after the last step.
         others: The parameters in the groups without one.
+        memory: Float32 gradients of the last step on a CPU, where fresh memory takes several times
+            as long; the allocators of GPUs keep it.
     """
 
     places: list[int] | None = None
     looks = b""
     others: Sequence[Tensor] = ()
+    memory: list[Tensor] = []  # noqa: RUF012 - replaced, never written
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy compares parameters at its first step.
@@ -128,14 +131,19 @@ class MasterWeights(torch.optim.Optimizer):
 
         `step` does it, and a scaler before it reads gradients. Float32 ones stay as they are.
         """
-        params: list[Any] = _params(self)
-        halves = [p for p in params if p.grad is not None and p.grad.dtype in _HALVES]
+        found = [(param, param.grad) for param in _params(self)]
+        halves = [(p, grad) for p, grad in found if grad is not None and grad.dtype in _HALVES]
         if not halves:
             return
+        params, grads = map(list, zip(*halves, strict=True))
+        masters = self._masters
+        if not core.can_be_reused(masters.memory, grads):
+            masters.memory = []  # freed first
         with torch.inference_mode(False), torch.no_grad():
-            wide = [torch.empty_like(param.grad, dtype=torch.float32) for param in halves]
-            torch._foreach_copy_(_locals(wide), _locals(param.grad for param in halves))
-        for param, grad in zip(halves, wide, strict=True):
+            wide: Any = masters.memory or [torch.empty_like(g, dtype=torch.float32) for g in grads]
+            torch._foreach_copy_(_locals(wide), _locals(grads))
+        masters.memory = wide if wide[0].is_cpu else []
+        for param, grad in zip(params, wide, strict=True):
             if param.grad_dtype not in (None, torch.float32):
                 param.grad_dtype = None
             param.grad = grad

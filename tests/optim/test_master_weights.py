@@ -429,6 +429,26 @@ def test_the_host_reads_nothing_of_a_fused_step(way: str) -> None:
     assert host_reads(partial(take_step, ours.scaler, ours.optimizer, way=way)) == 0
 
 
+def test_float32_memory_is_used_again_unless_someone_holds_it() -> None:
+    ours = ours_of("AdamW-fused", steps=1)
+    params, held = list(ours.model.parameters()), []
+
+    def next_addresses() -> list[int]:
+        ours.backward(3)
+        ours.step()
+        return [param.grad.data_ptr() for param in params if param.dtype in HALVES]
+
+    before = next_addresses()
+    assert next_addresses() == before
+    for hold in (Tensor.numpy, Tensor.t, lambda grad: grad):
+        held.append(hold(params[0].grad))
+        values = [torch.as_tensor(each).clone() for each in held]
+        after = next_addresses()
+        assert not set(after) & set(before)
+        assert_same([torch.as_tensor(each) for each in held], values)
+        before = after
+
+
 # Checkpoints
 
 
