@@ -145,8 +145,15 @@ CASES = [
     ),
     case(late, "step", AssertionError, NO_CHECKS, "came after unscale_()"),
     *(
-        case(functools.partial(forgotten, call), call, RuntimeError, TWICE, "update()", note)
-        for call, note in (("unscale_", "accumulate"), ("step", "or a call there twice"))
+        case(functools.partial(forgotten, call), call, RuntimeError, TWICE, "update()", *notes)
+        for call, *notes in (
+            ("unscale_", "accumulate", "scaler.clip_grad_norm_() of ampfast unscales, too"),
+            ("step", "or a call there twice"),
+        )
+    ),
+    case(
+        functools.partial(forgotten, "step"),
+        *("unscale_", RuntimeError, "is being called after step", "is update() missing"),
     ),
     case(lambda s: of(group(eights()), {"lr": 1.0}), "unscale_ step", KeyError, "params"),
     case(
